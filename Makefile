@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check vllm mutants format lint types security audit docs house setup clean
+.PHONY: help demo quick unit test check vllm mutants format lint types security audit docs house setup clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -25,11 +25,15 @@ demo: $(READY)  ## A swarm of four nodes that learn from each other, on this mac
 quick: $(READY) format lint types  ## While you work: format, lint, types and the quick unit tests, in about a minute
 	$(BIN)/python -m pytest -n $(WORKERS) --timeout 60 $$($(BIN)/python -m tests.quick)
 
-test: $(READY)  ## All tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
-	$(BIN)/python -m pytest -m alone $$(grep -rl mark.alone tests --include="test_*.py")
+unit: $(READY)  ## Unit tests and fuzzing: between five and six minutes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/unit tests/fuzz
 
-check: $(READY) format lint types security audit docs test  ## Format, lint, types, security, documentation and tests
+# Those that take long come first; those whose deadlines bear no load run one after the other.
+test: $(READY)  ## All tests, with whole swarms in one process, in processes and in network namespaces: about eleven minutes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone" tests/e2e tests/swarm tests/unit tests/fuzz
+	$(BIN)/python -m pytest -m alone tests/e2e
+
+check: $(READY) format lint types security audit docs test  ## Format, lint, types, security, documentation, all tests: what CI runs
 
 VLLM ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 VLLM_VENV := .venv-vllm
@@ -48,8 +52,9 @@ mutants: $(READY)  ## Whether tests notice small changes of the code: SAMPLE of 
 format: $(READY)
 	$(BIN)/ruff format --check .
 
+# Without a cache: the order of imports depends on other files too, of which ruff's cache knows nothing.
 lint: $(READY)
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 
 types: $(READY)
 	$(BIN)/pyright

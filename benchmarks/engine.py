@@ -1,7 +1,7 @@
 """How fast answers are sampled: this project's engine beside transformers' `model.generate`.
 
     python benchmarks/engine.py            three policies; about five minutes
-    python benchmarks/engine.py --long     prompts of 1,000 tokens, answers of up to 2,000; about 40 minutes
+    python benchmarks/engine.py --long     prompts of 1,000 tokens, answers of up to 2,000; about an hour
     python benchmarks/engine.py --quick    both, without the largest policy and shorter; under a minute
 
 Same policy (base and adapter), same prompts, same sampling, same lengths, in turns. `generate` runs twice: on the policy
@@ -12,7 +12,7 @@ one batch for either system, so the engine has nothing to refill from: with a qu
 
 At length: all answers start at once, in groups to prompts of 1,000 tokens, and their lengths are log-normal. Beside `generate`
 come continuous batching of transformers and, where it is installed, vLLM. `--quick` takes prompts of 512 tokens, answers of up
-to 128, and the policy of 32 M alone.
+to 128, and the policy of 32 M alone, without vLLM.
 
 Limit: the arithmetic of the tokens owed, over what a large matrix product reaches here; and the bytes that must be read,
 over what reading memory reaches. The last line of the output is one JSON object.
@@ -84,7 +84,7 @@ def _at_length(quick: bool, small: bool) -> dict[str, float | str]:
     results: dict[str, LongTimes] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, make, case in _long_plan(quick, Path(folder))[: 1 if small else None]:
-            results[name] = LongContest(make, case).run(num_turns=1)
+            results[name] = LongContest(make, case).run(num_turns=1, with_vllm=not quick)
             _print_long(name, results[name])
     worst = min(results.values(), key=lambda times: times.ratio(GENERATE_AT_LENGTH))
     figures: dict[str, float | str] = {"ratio_long": round(worst.ratio(GENERATE_AT_LENGTH), 3)}
@@ -123,7 +123,7 @@ def _plan(quick: bool, folder: Path) -> Sequence[tuple[str, Callable[[], Policy]
     """(name, how to make it, answers per prompt, median length, turns)."""
     small = ("random Llama, 32 M", lambda: small_llama(folder / "llama"))
     if quick:
-        return [("bundled, 0.9 M", bundled, 8, 16, 3), (*small, 4, 10, 2)]
+        return [("bundled, 0.9 M", bundled, 8, 16, 2), (*small, 4, 10, 1)]
     large = ("random Qwen2.5-0.5B", lambda: qwen_half_billion(folder / "qwen"), 4, 4, 1)
     return [("bundled, 0.9 M", bundled, 8, 24, 7), (*small, 8, 16, 2), large]
 

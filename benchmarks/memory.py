@@ -1,7 +1,7 @@
 """How much memory a training step on long answers takes: this project beside TRL's GRPOTrainer.
 
     python benchmarks/memory.py            Qwen2.5-0.5B's shape, answers of 512 and 2,048 tokens; about half an hour
-    python benchmarks/memory.py --quick    the same vocabulary and width with two layers, answers of 128 tokens; under a minute
+    python benchmarks/memory.py --quick    the same with two layers, prompt and answers of 96 tokens; under a minute
     python benchmarks/memory.py --probe    predictions of the probe beside measured peaks, 12 cases; a quarter of an hour
     python benchmarks/memory.py --models   what Qwen2.5's sizes take by length, as computed from measured layers; some minutes
     python benchmarks/memory.py --prepare  make TRL's environment, once (2 GB in ~/.cache, some minutes)
@@ -53,6 +53,8 @@ _SCRIPTS = {SWARM: "measuring/swarm_memory.py", TRL: "peers/trl_memory.py"}
 
 
 _ANSWERS = (512, 2048, 8192)
+_QUICK_TOKENS = 96
+"""Of a prompt and of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,13 @@ def main() -> None:
 
 
 def _cases(lengths: list[int], *, quick: bool) -> Iterator[Case]:
-    for length in (128,) if quick else lengths:
-        yield Case(SWARM, length, checkpointing=True, at_once="as the probe chooses")
-        yield Case(TRL, length, checkpointing=True, at_once="the group")
-    length = 128 if quick else lengths[0]
-    yield Case(SWARM, length, checkpointing=True, at_once="the group", micro_batch_tokens=10**6)
+    prompt_tokens = _QUICK_TOKENS if quick else 256
+    for length in (_QUICK_TOKENS,) if quick else lengths:
+        yield Case(SWARM, length, checkpointing=True, at_once="as the probe chooses", prompt_tokens=prompt_tokens)
+        yield Case(TRL, length, checkpointing=True, at_once="the group", prompt_tokens=prompt_tokens)
     if not quick:
+        length = lengths[0]
+        yield Case(SWARM, length, checkpointing=True, at_once="the group", micro_batch_tokens=10**6)
         yield Case(SWARM, length, checkpointing=False, at_once="as the probe chooses")
         yield Case(SWARM, length, checkpointing=False, at_once="one answer", micro_batch_tokens=1)
         yield Case(TRL, length, checkpointing=False, at_once="the group")

@@ -24,7 +24,7 @@ MAX_NODES = 1000
 
 def bootstrap(arguments: list[str]) -> list[str]:
     """Command line of the peer that others join through; founds the swarm where there is none."""
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
     from swarm.records import identity
 
     files = NodeFolder(DATA / "bootstrap")

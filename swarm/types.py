@@ -9,7 +9,7 @@ Beside it, for merging adapters: Snapshot (own) → exchange with one other node
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard
 
 MAX_PRECISION_CHARS = 16
 MAX_ADAPTER_BYTES = 4 << 30
@@ -58,15 +58,49 @@ class PromptContext:
     """(prompt, answer) of earlier turns."""
     arguments: str = ""
     """Arguments of the template as JSON with its keys in order; empty where there are none."""
+    tools: str = ""
+    """The tools that an answer may call, as JSON of a list of functions; empty where there are none."""
 
 
 PLAIN = PromptContext()
 """The context of a prompt that stands alone."""
 
 
+Role = Literal["user", "tool"]
+"""As whom an environment speaks to the policy, in the words of chat templates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment makes of one answer."""
+
+    reply: str
+    """What it tells the policy, which answers again; unused where the episode is over."""
+    reward: float
+    """Reward of this turn. The sum over an episode is in [0, 1]."""
+    is_done: bool
+    """Whether the episode is over."""
+    role: Role = "user"
+    state: str = ""
+    """Equal for equal situations of the environment, whatever led there. Empty: the reply tells the whole situation."""
+    is_exact: bool = True
+    """Whether every machine gives this very reply. Where a policy's own program gave it, another reply is nobody's lie."""
+
+
+class Episode(Protocol):
+    """One run of an environment. It belongs to one thread at a time."""
+
+    def step(self, answer: str) -> Step:
+        """Take the text of the next answer. Equal answers from the beginning give equal steps, on every node.
+
+        It is not called again after a step that is done. It may raise on hostile text: callers count that as TaskFailure.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A prompt with its verifier."""
+    """A prompt with its verifier, or with an environment that replies to answers."""
 
     ref: TaskRef
     prompt: str
@@ -80,6 +114,18 @@ class Task:
     token_length: Callable[[int], float] | None = None
     """The signal `length` by an answer's number of tokens, where the source measures it in tokens; `verify` omits it then."""
     context: PromptContext = PLAIN
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    """Further fields of the task as values of JSON, such as the other columns of a row, for reward functions."""
+    has_judge: bool = False
+    """Whether a language model takes part in the reward: readers believe the claim, as they cannot compute it again."""
+    begin: Callable[[], Episode] | None = None
+    """Begins an episode, whose steps give the reward in place of `verify`; None where one answer is all."""
+    max_turns: int = 1
+    """Most answers of an episode, in [1, MAX_TURNS]."""
+
+
+MAX_TURNS = 64
+"""Most answers of an episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +145,34 @@ class Lineage:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """One sampled answer."""
+class Turn:
+    """One turn of an episode that was not its last: an answer, and the environment's reply."""
 
     text: str
     """Answer as decoded, special tokens removed."""
+    reply: str
+    """What the environment told, without what a chat template writes around it."""
+    role: Role
+    start: int
+    """Index of the reply's first token, among the tokens of the rollout. The answer ends before it."""
+    stop: int
+    """Index after the reply's last token, where the next answer begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled answer, or one episode of several."""
+
+    text: str
+    """Answer as decoded, special tokens removed; of an episode its last one."""
     token_ids: tuple[int, ...]
-    """[T] tokens of the answer; the last one is EOS if `finished`."""
+    """[T] tokens of the answer; the last one is EOS if `finished`. In an episode those of replies are among them, as the policy
+    has read them."""
     logprobs: tuple[float, ...]
-    """[T] log μ: log-probability of each token under the distribution it was sampled from."""
+    """[T] log μ: log-probability of each token under the distribution it was sampled from; 0 for tokens of replies."""
     finished: bool
-    """Whether EOS was sampled; False means cut at the token limit, or ended by a stop string, which the text then holds."""
+    """Whether EOS was sampled; False means cut at the token limit, or ended by a stop string, which the text then holds. An
+    episode that was cut has no EOS at its end."""
     reward: float
     """In [0, 1]. From a peer it is a claim until admission has recomputed it."""
     signals: tuple[tuple[str, float], ...] = ()
@@ -117,6 +180,30 @@ class Rollout:
     segments: tuple[tuple[int, int], ...] = ()
     """(policy version, number of tokens that it sampled), in order, of an own answer begun by an earlier version than it
     ended with; empty where all of it is of the group's version. Never sent."""
+    turns: tuple[Turn, ...] = ()
+    """The turns before the last answer; empty where there was one answer only."""
+    turn_rewards: tuple[float, ...] = ()
+    """The reward of each turn, the last one's included; empty for one answer. Never sent, recomputed as the reward is."""
+    states: tuple[str, ...] = ()
+    """What identifies the environment's situation before each answer; as `turn_rewards`."""
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of all texts together."""
+        return len(self.text) + sum(len(turn.text) + len(turn.reply) for turn in self.turns)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The texts of all answers, in order."""
+        return (*(turn.text for turn in self.turns), self.text)
+
+    @property
+    def written(self) -> tuple[bool, ...]:
+        """[T] whether the policy wrote the token; those of replies are not trained on."""
+        written = [True] * len(self.token_ids)
+        for turn in self.turns:
+            written[turn.start : turn.stop] = [False] * (turn.stop - turn.start)
+        return tuple(written)
 
 
 @dataclass(frozen=True, slots=True)

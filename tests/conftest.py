@@ -1,6 +1,9 @@
 """Leaves out what this machine cannot run, and says so."""
 
+import os
+import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -8,6 +11,9 @@ from hypothesis import HealthCheck, settings
 # How long an example takes depends on what else the machine does; pytest bounds the whole test.
 settings.register_profile("swarm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("swarm")
+
+# Prepared data sets go here, in this process and in those that it starts, and not into the cache of whoever runs the tests.
+os.environ["HF_ASSETS_CACHE"] = str(Path(tempfile.gettempdir()) / f"swarm-tests-{os.getuid()}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -31,19 +31,28 @@ def quick_files() -> list[Path]:
 @functools.cache
 def _reaches_large(file: Path) -> bool:
     """Imports inside of functions count in tests only: few tests come to those of the sources."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    names = set(_imported(ast.walk(tree) if _is_test(file) else house.at_import(tree.body)))
+    names = _all_imported(file) if _is_test(file) else set(_imported(house.at_import(_tree(file).body)))
     return bool(_roots(names) & LARGE) or any(_reaches_large(found) for found in _files(names) - {file})
 
 
 @functools.cache
 def _starts_processes(file: Path, steps: int) -> bool:
     """Whether `file` can, or a module of `swarm` that is at most `steps` imports away."""
-    names = set(_imported(ast.walk(ast.parse(file.read_text(encoding="utf-8")))))
+    names = _all_imported(file)
     near = {found: steps - (not _is_test(found)) for found in _files(names) - {file}}
     return bool(_roots(names) & PROCESSES) or any(
         left >= 0 and _starts_processes(one, left) for one, left in near.items()
     )
+
+
+@functools.cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _all_imported(file: Path) -> frozenset[str]:
+    return frozenset(_imported(ast.walk(_tree(file))))
 
 
 def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:

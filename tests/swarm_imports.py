@@ -1,10 +1,11 @@
-"""What commands import, for the server that all of them are forks of. bitsandbytes stays out, as with them."""
+"""What commands import and read, for the server that all of them are forks of. bitsandbytes stays out, as with them."""
 
 import sys
 from importlib import import_module
 
 from swarm.cli.arguments import prepare_imports
-from swarm.config import Config
+from swarm.config import Config, TasksSection
+from swarm.tasks.task_mixture import TaskMixture
 
 prepare_imports(Config())
 for module in (
@@ -18,4 +19,5 @@ for module in (
     "swarm.node.stage_process",
 ):
     import_module(module)
+TaskMixture(TasksSection())  # the word lists of its sources stay in memory
 sys.modules.pop("bitsandbytes", None)  # each command decides it anew

@@ -92,7 +92,7 @@ class LongContest:
             for length in lengths
         ]
 
-    def run(self, num_turns: int) -> LongTimes:
+    def run(self, num_turns: int, *, with_vllm: bool) -> LongTimes:
         """`num_turns` of each system, in turns, after a short one that does not count."""
         times = LongTimes(self._case)
         systems: dict[str, Callable[[Sequence[AnswerRequest]], Any]] = {
@@ -100,7 +100,9 @@ class LongContest:
             GENERATE_BATCH: self._generate_batch,
             ENGINE: lambda requests: self._engine.generate(requests, Sampling(), seed=0),
         }
-        if find_spec("vllm"):
+        if not with_vllm:
+            times.missing[VLLM] = "its start takes most of a minute"
+        elif find_spec("vllm"):
             shared = self._make()  # a policy of its own, since vLLM replaces its weights
             vllm = VllmEngine(shared, len(self._requests))
             shared.eos_token_ids = ()

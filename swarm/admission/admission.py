@@ -6,7 +6,7 @@ Cheap checks run first, each with a reason of its own. Whatever a peer sends, no
 is remembered about peers is bounded. `HeaderAdmission` needs neither tasks nor a model: header relays use it alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from swarm.records.codec import (
 from swarm.records.context import SwarmContext
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import signature_is_valid
-from swarm.types import GroupSummary, Header, Lineage, Rollout, RolloutGroup, TaskRef
+from swarm.types import GroupSummary, Header, Lineage, Role, Rollout, RolloutGroup, TaskRef
 
 MAX_CLOCK_SKEW_S = 10.0
 """A header from further in the future is rejected. hivemind asks for clocks within 3 s anyway."""
@@ -124,6 +124,11 @@ class TaskVerifier(Protocol):
         ...
 
 
+def no_replies(task: TaskRef, text: str, role: Role, after_eos: bool) -> Sequence[int]:
+    """For a node without environments: no token ids are those of a reply."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """What admission needs of the node's tokenizer to check the token ids of peers with the same tokenizer."""
@@ -132,6 +137,8 @@ class Vocabulary:
     size: int
     eos_token_ids: frozenset[int]
     decode: Callable[[tuple[int, ...]], str]
+    encode_reply: Callable[[TaskRef, str, Role, bool], Sequence[int]] = no_replies
+    """(task, text, role, whether EOS stands before it) -> token ids of an environment's reply, as the policy encodes it."""
 
 
 class Admission(HeaderAdmission):
@@ -172,7 +179,7 @@ class Admission(HeaderAdmission):
         if len(group.rollouts) > self._config.max_group_size:
             raise InvalidRecord(Rejection.OVERSIZE, f"{len(group.rollouts)} rollouts > {self._config.max_group_size}")
         for rollout in group.rollouts:
-            self._check_tokens(group.lineage, rollout.token_ids, rollout.text, rollout.finished)
+            self._check_tokens(group, rollout)
         rewarded = zip(group.rollouts, self._verifier.rewards(group), strict=True)
         return replace(group, rollouts=tuple(_with_reward(rollout, reward) for rollout, reward in rewarded))
 
@@ -186,24 +193,38 @@ class Admission(HeaderAdmission):
         if longest > bound:
             raise InvalidRecord(Rejection.OVERSIZE, f"a text of {longest} characters, bound {bound}")
 
-    def _check_tokens(self, lineage: Lineage, ids: tuple[int, ...], text: str, finished: bool) -> None:
-        """With the same tokenizer, the ids must spell the text, or else a right answer could carry poisoned tokens."""
+    def _check_tokens(self, group: RolloutGroup, rollout: Rollout) -> None:
+        """With the same tokenizer, the ids must spell the texts, or else a right answer could carry poisoned tokens."""
+        ids = rollout.token_ids
         if not 1 <= len(ids) <= self._config.max_answer_tokens:
             raise InvalidRecord(Rejection.TOKENS, f"{len(ids)} tokens, bound {self._config.max_answer_tokens}")
         own = self._vocabulary
-        if lineage.tokenizer != own.lineage.tokenizer:
+        if group.lineage.tokenizer != own.lineage.tokenizer:
             return  # another tokenizer: only the text is used
         if max(ids) >= own.size:
             raise InvalidRecord(Rejection.TOKENS, f"id {max(ids)} outside a vocabulary of {own.size}")
+        start = 0
+        for turn in rollout.turns:
+            answer = ids[start : turn.start]
+            has_eos = answer[-1] in own.eos_token_ids
+            self._check_answer(answer, turn.text, has_eos)
+            reply = own.encode_reply(group.task, turn.reply, turn.role, has_eos)
+            if tuple(reply) != ids[turn.start : turn.stop]:
+                raise InvalidRecord(Rejection.TOKENS, "the ids of a reply are not those of its text")
+            start = turn.stop
+        self._check_answer(ids[start:], rollout.text, rollout.finished)
+
+    def _check_answer(self, ids: tuple[int, ...], text: str, has_eos: bool) -> None:
+        own = self._vocabulary
         ends = [position for position, token in enumerate(ids) if token in own.eos_token_ids]
-        if ends != ([len(ids) - 1] if finished else []):
+        if ends != ([len(ids) - 1] if has_eos else []):
             raise InvalidRecord(Rejection.TOKENS, "EOS is not exactly where the answer ends")
         if own.decode(ids) != text:
             raise InvalidRecord(Rejection.TOKENS, "the ids do not spell the text")
 
 
 def _longest_text(groups: tuple[RolloutGroup, ...]) -> int:
-    return max(len(rollout.text) for group in groups for rollout in group.rollouts)
+    return max(rollout.num_chars for group in groups for rollout in group.rollouts)
 
 
 def _with_reward(rollout: Rollout, reward: float) -> Rollout:

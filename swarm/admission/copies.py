@@ -128,7 +128,8 @@ class CopyWatch:
         surprise: dict[bytes, float] = {}
         answers = []
         for rollout in group.rollouts:
-            text = hashlib.blake2b(rollout.text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            written = "\x1e".join(rollout.answers)
+            text = hashlib.blake2b(written.encode("utf-8", "surrogatepass"), digest_size=8).digest()
             nats = -sum(rollout.logprobs)
             surprise[text] = min(nats, surprise.get(text, nats))
             answers.append(text)

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 from swarm.limits.token_bucket import PeerBuckets, TokenBucket
 from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.tasks.environments.episodes import scored
 from swarm.tasks.sandboxed_verifier import Overrun, SandboxedVerifier
-from swarm.tasks.task_mixture import TaskMixture, score
-from swarm.tasks.task_source import FIRST_TRAINING_SEED, TaskFailure, UnknownTask, prompt_digest
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import FIRST_TRAINING_SEED, ForgedEpisode, TaskFailure, UnknownTask, prompt_digest
 from swarm.types import Rollout, RolloutGroup, Task, TaskRef
 
 BURST_S = 30.0
@@ -83,27 +84,36 @@ class RewardVerifier:
             raise InvalidRecord(Rejection.HELD_OUT_TASK, f"stream {ref.seed}")
 
     def rewards(self, group: RolloutGroup) -> tuple[float, ...]:
+        self.check_known(group.task)
+        if self._mixture.holds_out(
+            group.task.source, group.prompt_digest
+        ):  # which must be that of its prompt, see below
+            raise InvalidRecord(Rejection.HELD_OUT_TASK, f"a prompt of {group.task.source}")
         if self._sandboxed is not None and self._sandboxed.holds(group.task.source):
             return self._verify_sandboxed(self._sandboxed, group)
         task = self._rebuild(group.task)
         if prompt_digest(task.prompt) != group.prompt_digest:
             raise InvalidRecord(Rejection.TASK_MISMATCH, group.task.source)
+        if task.has_judge:  # in a silo only, whose members believe each other
+            return tuple(rollout.reward for rollout in group.rollouts)
         try:
             return tuple(self._score(task, rollout, group.author) for rollout in group.rollouts)
+        except ForgedEpisode as error:
+            raise InvalidRecord(Rejection.FORGED_EPISODE, str(error)) from None
         except TaskFailure as failure:
             raise InvalidRecord(Rejection.TASK_FAILED, str(failure)) from None
 
     def _verify_sandboxed(self, sandboxed: SandboxedVerifier, group: RolloutGroup) -> tuple[float, ...]:
-        self.check_known(group.task)
         self._budget.check(group.author)
         with sandboxed.reserved(group.task.source):  # authors do not pay for waiting for each other, or for a start
             self._budget.check(group.author)  # the wait may have been for its own answers
             started_at = self._clock()
             try:
-                texts = [rollout.text for rollout in group.rollouts]
-                digest, rewards = sandboxed.rewards(group.task, texts, [len(one.token_ids) for one in group.rollouts])
+                digest, rewards = sandboxed.rewards_of(group.task, group.rollouts)
             except Overrun as error:
                 raise InvalidRecord(Rejection.TOO_SLOW, str(error)) from None
+            except ForgedEpisode as error:
+                raise InvalidRecord(Rejection.FORGED_EPISODE, str(error)) from None
             except UnknownTask:
                 raise InvalidRecord(Rejection.UNKNOWN_TASK, group.task.source) from None
             except TaskFailure as failure:
@@ -115,15 +125,25 @@ class RewardVerifier:
         return rewards
 
     def _score(self, task: Task, rollout: Rollout, author: str) -> float:
+        paid_until = self._clock()
+
+        def pay() -> None:
+            nonlocal paid_until
+            now = self._clock()
+            self._budget.spend(author, now - paid_until)
+            paid_until = now
+
+        def check() -> None:
+            pay()
+            self._budget.check(author)
+
         self._budget.check(author)
-        started_at = self._clock()
         try:
-            return score(task, rollout.text, len(rollout.token_ids))
+            return scored(task, rollout, check).reward
         finally:
-            self._budget.spend(author, self._clock() - started_at)
+            pay()
 
     def _rebuild(self, ref: TaskRef) -> Task:
-        self.check_known(ref)
         try:
             return self._mixture.rebuild(ref)
         except UnknownTask:

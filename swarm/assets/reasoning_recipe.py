@@ -342,7 +342,7 @@ def make_model() -> LlamaForCausalLM:
 
 def _texts(count: int) -> list[str]:
     """Prompts and answers of the first tasks of each source in the supervised stream."""
-    mixture = TaskMixture(TasksSection(sources=REASONING_TASKS))
+    mixture = TaskMixture(TasksSection(sources=REASONING_TASKS, held_out_share=0))
     rng = random.Random(0)
     found = list[str]()
     for section in REASONING_TASKS:

@@ -23,8 +23,8 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.policy.prompts.prompt_encoder import PromptEncoder
-from swarm.tasks.task_mixture import TaskMixture, score
-from swarm.tasks.task_source import SUPERVISED_SEED
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import SUPERVISED_SEED, score
 from swarm.types import Task
 
 SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|unknown|>", "<|answer|>")
@@ -133,7 +133,7 @@ def teach(
     course: Course, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, effort: Effort, rng: random.Random
 ) -> tuple[Abilities, Abilities]:
     """Run both phases on the model in place. Returns its abilities after each."""
-    mixture = TaskMixture(TasksSection(sources=course.tasks))
+    mixture = TaskMixture(TasksSection(sources=course.tasks, held_out_share=0))
     encoder = PromptEncoder(tokenizer, (END_ID,), is_own=True)
     abilities = []
     for phase, num_steps in ((course.learn, effort.learn_steps), (course.blur, effort.blur_steps)):

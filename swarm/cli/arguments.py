@@ -4,6 +4,7 @@ An error about a setting that was given with a flag names that flag. `prepare_im
 """
 
 import difflib
+import math
 import os
 import re
 import sys
@@ -108,3 +109,16 @@ def seed_list(text: str) -> list[int]:
         raise ConfigError(
             f"seeds must be numbers with commas between them, got {text!r}; write --seeds 0,1,2"
         ) from None
+
+
+def number_list(text: str, option: str) -> tuple[float, ...]:
+    """Positive numbers with commas between them, each once. Raises ConfigError."""
+    try:
+        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < one < math.inf for one in found):
+        raise ConfigError(
+            f"{option} must be positive numbers with commas between them, got {text!r}; write {option} 0.7,1,1.4"
+        )
+    return found

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from swarm.cli.arguments import seed_list
+from swarm.cli.arguments import number_list, seed_list
 from swarm.errors import ConfigError, SwarmError
 from swarm.experiments.cells import Cell, CellStore, Result, compute
 from swarm.machine.safe_files import SHARED, replace_file
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from swarm.experiments.sapo.sapo import SapoPlan
     from swarm.experiments.sapo.tasks import Mix
+    from swarm.experiments.sharing.plan import Regime
     from swarm.report.tables import Curves, Table
 
 
@@ -193,6 +194,56 @@ def _report_sapo(folder: Path, plan: "SapoPlan", rounds: int, screen: "Console",
     report = write_all(folder, plan, results, summaries)
     screen.print(*(table.rich() for table in tables_of(results, summaries)), f"report: {report}")
     finish(folder, figures(summaries), as_json=as_json)
+
+
+@_experiment("", '--arms "silo; 8/24; oracle" --seeds 0,1', "--quick")
+def sharing(
+    folder: Folder = Path("runs/sharing"),
+    regime: str = typer.Option("short", help="short: answers of four tokens. reasoning: of two hundred."),
+    rounds: int = typer.Option(60, min=6, help="Rounds of silos; other arms have fewer."),
+    seeds: Seeds = "0,1,2,3,4",
+    arms: str = typer.Option(None, help="Arms, with semicolons.", show_default="all"),
+    lrs: str = typer.Option("0.7,1,1.4,2", help="Multiples of the learning rate of which each arm gets its best."),
+    workers: Workers = 2,
+    report_only: ReportOnly = False,
+    quick: Quick = False,
+    as_json: Json = False,
+) -> None:
+    """What joining is worth to a member, beside tuned silos.
+
+    Own samples and processor time to what the best silo reaches, and the same for one trainer that samples for all.
+    """
+    from swarm.experiments.sharing.arms import DEFAULT_ARMS, chosen_arms
+    from swarm.experiments.sharing.figures import figures, write_all
+    from swarm.experiments.sharing.plan import SharingPlan, tuned_factors
+
+    if regime not in ("short", "reasoning"):
+        raise ConfigError(f"regime must be short or reasoning, got {regime}; set --regime")
+    plan = SharingPlan(
+        chosen_arms(arms or ";".join(DEFAULT_ARMS)),
+        tuple(seed_list(seeds)),
+        cast("Regime", regime),
+        number_list(lrs, "--lrs"),
+        num_rounds=rounds,
+    )
+    if quick:
+        plan = SharingPlan(
+            chosen_arms("silo; 8/8; oracle"), (0,), lr_factors=(1.0,), num_members=2, num_rounds=6, held_out_tasks=2
+        )
+    if not any(arm.is_silo for arm in plan.arms):
+        raise ConfigError("arms must have a silo, which sets the target, got none; add silo to --arms")
+    run, store = Run(folder, workers, as_json, report_only), CellStore(folder / "cells")
+    tuning = plan.tuning_cells()
+    if not report_only:
+        with one_run(folder) as screen:
+            compute(tuning, store, workers, screen.print)
+    factors = tuned_factors(plan, store.read_all(tuning))
+    introduction = [
+        f"{plan.num_members} members sample {plan.groups_per_round} groups of {plan.group_size} answers a round in every arm; "
+        f"the oracle's one policy samples for all of them. Regime: {regime}. Learning rate of every arm by a grid on a seed "
+        "that is not reported. What is held out is an eighth of all prompts, which no arm trains on.",
+    ]
+    run_cells(run, plan.reported_cells(factors), lambda results: write_all(folder, introduction, results), figures)
 
 
 @_experiment("", "--quick")

@@ -82,8 +82,8 @@ def testbed(
     """
     from rich.console import Console
 
-    from swarm.config.node_folder import set_aside
     from swarm.config.policy import BUNDLED, BUNDLED_REASONING
+    from swarm.machine.node_folder import set_aside
     from swarm.testbed.profiles import MERGING, PlanRequest, final_merge_time
     from swarm.testbed.testbed import LOCK_FILE, exclusive
 

@@ -11,23 +11,28 @@ from swarm.config.merging import MergingSection, largest_stable_beta
 from swarm.config.network import NetworkSection
 from swarm.config.node import CheckpointSection, EvaluationSection, NodeSection, ObservabilitySection, SwarmSection
 from swarm.config.policy import BUNDLED_BASES, LoraSection, PipelineSection, PolicySection
+from swarm.config.rewards import LANGUAGE, JudgeSection, LanguageSection, RewardSignalSection
 from swarm.config.rollouts import RolloutsSection
 from swarm.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section, SwarmName
 from swarm.config.sharing import SharingSection
 from swarm.config.tasks import (
     DEMO_TASKS,
+    LOCAL_SETTINGS,
     REASONING_TASKS,
     ExampleSection,
-    RewardSignalSection,
     TaskSourceFacts,
     TaskSourceSection,
     TasksSection,
+    ToolSection,
+    WarmStartSection,
 )
 from swarm.config.training import TrainingSection
 
 __all__ = [
     "BUNDLED_BASES",
     "DEMO_TASKS",
+    "LANGUAGE",
+    "LOCAL_SETTINGS",
     "REASONING_TASKS",
     "CheckpointSection",
     "Config",
@@ -35,6 +40,8 @@ __all__ = [
     "ExampleSection",
     "Fraction",
     "IntegrationsSection",
+    "JudgeSection",
+    "LanguageSection",
     "LoraSection",
     "MergingSection",
     "NetworkSection",
@@ -55,7 +62,9 @@ __all__ = [
     "TaskSourceFacts",
     "TaskSourceSection",
     "TasksSection",
+    "ToolSection",
     "TrainingSection",
+    "WarmStartSection",
     "dump_toml",
     "largest_stable_beta",
     "load",

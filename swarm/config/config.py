@@ -14,7 +14,7 @@ from swarm.config.policy import BUNDLED, BUNDLED_BASES, BUNDLED_REASONING, Polic
 from swarm.config.rollouts import RolloutsSection
 from swarm.config.section import Section
 from swarm.config.sharing import SharingSection
-from swarm.config.tasks import REASONING_TASKS, TasksSection
+from swarm.config.tasks import REASONING_TASKS, TasksSection, WarmStartSection
 from swarm.config.training import TrainingSection
 from swarm.extensions.points import ADVANTAGES, ODD_GROUPS
 from swarm.types import USUAL_ANSWER_TOKENS, is_mapping, is_sequence
@@ -29,6 +29,8 @@ _DEFAULTS_OF_REASONING: dict[str, dict[str, Any]] = {
     "tasks": {"sources": REASONING_TASKS},
     "rollouts": {"max_new_tokens": 256},
 }
+_DEFAULTS_AFTER_WARM_START: dict[str, dict[str, Any]] = {"training": {"lr": 3e-4}}
+"""Of a bundled policy that examples have made sure of itself: its usual rate takes that away again."""
 _HELD_OUT_TASKS = 64
 """About as many answers as a round samples with the defaults."""
 
@@ -36,7 +38,12 @@ _HELD_OUT_TASKS = 64
 def _defaults_of_base(data: Mapping[str, Any], base: str) -> Mapping[str, Mapping[str, Any]]:
     """Defaults by section that differ from the plain ones. Those fit the tiny policy, whose answers have four characters."""
     if base in BUNDLED_BASES:
-        return _DEFAULTS_OF_REASONING if base == BUNDLED_REASONING else {}
+        start = data.get("warm_start")
+        is_sure = is_mapping(start) and start.get("steps")
+        return {
+            **(_DEFAULTS_OF_REASONING if base == BUNDLED_REASONING else {}),
+            **(_DEFAULTS_AFTER_WARM_START if is_sure else {}),
+        }
     return {**_DEFAULTS_OF_LANGUAGE_MODELS, "evaluation": {"tasks_per_source": _held_out_tasks(data)}}
 
 
@@ -56,6 +63,7 @@ class Config(Section):
     network: NetworkSection = NetworkSection()
     tasks: TasksSection = TasksSection()
     policy: PolicySection = PolicySection()
+    warm_start: WarmStartSection = WarmStartSection()
     rollouts: RolloutsSection = RolloutsSection()
     sharing: SharingSection = SharingSection()
     training: TrainingSection = TrainingSection()
@@ -69,7 +77,7 @@ class Config(Section):
     @classmethod
     def _each_kind_of_base_has_defaults_of_its_own(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """They do not count as set by the user: `model_fields_set` of their sections leaves them out."""
-        policy = data.get("policy") if is_mapping(data) else None
+        policy = data.get("policy", {}) if is_mapping(data) else None
         if not is_mapping(policy):
             return validate(data)
         defaults = _defaults_of_base(data, str(policy.get("base", BUNDLED)))
@@ -167,6 +175,24 @@ class Config(Section):
             raise ValueError(
                 f"a silo's node tells nobody outside, got {self.integrations.outside}; leave it off, or use "
                 'integrations.tensorboard, integrations.wandb = "offline" or an otel_endpoint on loopback'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _judged_groups_stay_private(self) -> "Config":
+        """Readers cannot compute the reward of a language model again: only members of a silo believe each other."""
+        if not self.tasks.has_judge or self.network.backend == "off":
+            return self
+        if not self.swarm.silo_owner and (self.sharing.publish or self.sharing.swarm_groups):
+            raise ValueError(
+                f"signal judge must be for own groups or a silo, as strangers cannot compute its reward again, got "
+                f"sharing.publish = {str(self.sharing.publish).lower()} and sharing.swarm_groups = {self.sharing.swarm_groups}; "
+                'set them to false and 0, or network.backend = "off", or remove the signal'
+            )
+        if self.swarm.silo_owner and not self.tasks.judge.is_near:
+            raise ValueError(
+                "a silo's texts must not leave it, so tasks.judge.base_url must be localhost or the number of a private "
+                f"address, got {self.tasks.judge.base_url or 'none'}; run the judge there"
             )
         return self
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from swarm.config.config import Config
 from swarm.config.section import RENAMED, with_present_names
+from swarm.config.tasks import LOCAL_SETTINGS
 from swarm.errors import ConfigError
 from swarm.types import is_list, is_table
 
@@ -44,7 +45,7 @@ def load(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None =
     """Merge TOML files left to right (tables merge, other values replace), apply overrides, validate.
 
     `overrides` maps dotted keys to TOML literals; text that is not a TOML literal is a string.
-    Relative `tasks.sources.path` entries are resolved against the file that names them.
+    Relative paths of tasks and of reward functions are resolved against the file that names them.
     Raises ConfigError, one line per mistake, each with rule, value, the file that has it, and fix.
     """
     paths = list(paths)
@@ -141,8 +142,21 @@ def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
     tasks = data.get("tasks")
     sources = tasks.get("sources") if is_table(tasks) else None
     for source in sources if is_list(sources) else ():
-        if is_table(source) and isinstance(source.get("path"), str):
-            source["path"] = str((folder / source["path"]).resolve())
+        if not is_table(source):
+            continue
+        for name in LOCAL_SETTINGS:
+            if isinstance(source.get(name), str):
+                source[name] = str((folder / source[name]).resolve())
+        signals = source.get("signals")
+        for signal in signals if is_list(signals) else ():
+            if is_table(signal) and isinstance(signal.get("function"), str):
+                signal["function"] = _in_folder(signal["function"], folder)
+
+
+def _in_folder(function: str, folder: Path) -> str:
+    """FILE.py:NAME with the whole path of its file, and anything else as it is."""
+    path, colon, name = function.rpartition(":")
+    return f"{(folder / path).resolve()}{colon}{name}" if path.endswith(".py") else function
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:

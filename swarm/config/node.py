@@ -63,8 +63,8 @@ class EvaluationSection(Section):
     """Evaluation on held-out tasks, on which no node trains."""
 
     tasks_per_source: Annotated[int, Field(ge=0)] = 32
-    """Tasks per source in one evaluation. 0: no evaluation. Unless set, 64 in all, and 4 to 32 per source, if policy.base is
-    not bundled."""
+    """Tasks per source in one evaluation, or answers where a source has few tasks. 0: no evaluation. Unless set, 64 in all, and 4
+    to 32 per source, if policy.base is not bundled."""
     interval_rounds: Annotated[int, Field(ge=0)] = 0
     """Rounds between two evaluations. 0: only at the start and at the end."""
     temperature: Annotated[float, Field(ge=0)] = 1.0

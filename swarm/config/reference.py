@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from swarm.config import Config, RewardSignalSection, TaskSourceSection
+from swarm.config import Config, LanguageSection, RewardSignalSection, TaskSourceSection
 from swarm.config.section import RENAMED
 from swarm.extensions.points import REWARDS
 from swarm.extensions.registry import Registry
@@ -30,7 +30,8 @@ def settings() -> list[tuple[str, str, str, str]]:
     """(dotted key, type, default, meaning) of every setting."""
     rows = _rows(Config, "")
     rows += _rows(TaskSourceSection, "tasks.sources[].")
-    return rows + _rows(RewardSignalSection, "tasks.sources[].signals[].")
+    rows += _rows(RewardSignalSection, "tasks.sources[].signals[].")
+    return rows + _rows(LanguageSection, "tasks.languages[].")
 
 
 def reference_markdown() -> str:
@@ -49,6 +50,8 @@ def reference_markdown() -> str:
             parts.append("\nEach entry of `signals` of a source:\n")
             parts.append(_markdown_table(_rows(RewardSignalSection, "")))
             parts += _parameter_tables_of("signal", REWARDS)
+            parts.append("\nEach entry of `tasks.languages`, by the name of the language:\n")
+            parts.append(_markdown_table(_rows(LanguageSection, "")))
     parts.append("\n## Renamed settings\n\nThe old names are still read, with a notice. Please use the present ones.\n")
     parts += ["| old name | present name |", "|---|---|", *(f"| `{old}` | `{new}` |" for old, new in RENAMED.items())]
     return "\n".join(parts) + "\n"

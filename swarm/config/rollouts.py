@@ -55,6 +55,8 @@ class RolloutsSection(Section):
     """auto: slots that refill as answers end. transformers: a batch waits for its longest answer. vllm: an optional extra."""
     max_batch_sequences: PositiveInt = 64
     """Most answers that are decoded at the same time."""
+    environment_threads: Annotated[int, Field(ge=1, le=256)] = 16
+    """Most environments that take their turn at the same time, beside sampling."""
     cache_mib: PositiveInt | None = None
     """Memory for keys and values of answers so far; some wait if it is short. Unset: half of what is free."""
 

@@ -33,6 +33,9 @@ class SharingSection(Section):
     choice: Literal["uniform", "informative"] = "uniform"
     """How groups of peers are chosen. uniform: all alike (as published). informative: by p(1 - p), age and reputation of
     the author."""
+    baseline: Literal["author", "reader"] = "author"
+    """What answers of peers are compared with. author: with the mean of their group, as their author does. reader: with what own
+    answers to that source usually earn, so that successes of a better policy count more."""
     pool_max_groups: PositiveInt = 512
     """Largest number of groups in the experience pool. The oldest are removed first."""
     max_group_size: PositiveInt = 64

@@ -12,7 +12,8 @@ class TrainingSection(Section):
     """The policy-gradient step."""
 
     lr: PositiveFloat = 1e-3
-    """Peak learning rate of AdamW on the adapter. 2e-5 unless set, if policy.base is not bundled."""
+    """Peak learning rate of AdamW on the adapter. Unless set, 2e-5 if policy.base is not bundled, and 3e-4 after a warm start if
+    it is."""
     warmup_steps: Annotated[int, Field(ge=0)] = 5
     """Steps of linear warm-up. 10 unless set, if policy.base is not bundled."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

@@ -16,7 +16,7 @@ from swarm.dashboard.shown import shown_text
 from swarm.records.codec import decode_body
 from swarm.records.identity import peer_name
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.types import Header, RolloutGroup, TaskRef
+from swarm.types import Header, Rollout, RolloutGroup, TaskRef
 
 MAX_GROUPS = 24
 """Of each kind."""
@@ -129,7 +129,7 @@ class RecentRollouts:
         header: Header | None = None,
     ) -> None:
         rollouts = group.rollouts if group else ()
-        answers = tuple((shown_text(r.text, _MAX_ANSWER_CHARS), r.reward) for r in rollouts[:_MAX_ANSWERS])
+        answers = tuple((shown_text(_conversation(r), _MAX_ANSWER_CHARS), r.reward) for r in rollouts[:_MAX_ANSWERS])
         task = group.task if group else header.groups[0].task if header and header.groups else None
         version = group.policy_version if group else header.policy_version if header else 0
         with self._lock:
@@ -149,6 +149,11 @@ class RecentRollouts:
             return decode_body(body, header.author, header.lineage, header.policy_version)[0]
         except InvalidRecord:
             return None
+
+
+def _conversation(rollout: Rollout) -> str:
+    """The answer; of an episode all answers with the replies between them."""
+    return "\n".join([*(f"{turn.text}\n← {turn.reply}" for turn in rollout.turns), rollout.text])
 
 
 def _no_prompt(task: TaskRef) -> str | None:

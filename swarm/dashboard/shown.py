@@ -35,6 +35,7 @@ WORDS: dict[Rejection, str] = {
     Rejection.TASK_FAILED: "its task could not be checked on this node; not its author's fault",
     Rejection.TOO_SLOW: "checking its author's answers takes too long",
     Rejection.STRANGERS_BUSY: "no time was left to check strangers' answers; it is tried again later",
+    Rejection.FORGED_EPISODE: "its environment replied otherwise than this node's does",
     Rejection.REWARD_MISMATCH: "its claimed reward is not the one that this node computed",
     Rejection.COPIED: "copied from another author",
     Rejection.STALE: "from an outdated policy version; nobody's fault",

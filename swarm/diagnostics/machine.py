@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from swarm.config import Config
-from swarm.config.node_folder import NodeFolder
 from swarm.diagnostics.check_result import CheckResult, ok, problem, warning
 from swarm.errors import SwarmError
 from swarm.machine.child_python import install_from_clone, pip_install
 from swarm.machine.memory import machine_memory
+from swarm.machine.node_folder import NodeFolder
 from swarm.network.own_ports import try_port
 from swarm.network.tcp_address import TcpAddress
 from swarm.observability.status_file import read_status

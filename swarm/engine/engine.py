@@ -1,5 +1,6 @@
 """The contract between rollouts and the engines that sample answers, and what the engines share."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,10 +8,10 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from swarm.engine.pruning import PruneCall
+from swarm.engine.pruning import AnswerKey, PruneCall
 from swarm.engine.sampling import Sampling, StopStrings
 from swarm.errors import TrainingError
-from swarm.policy.counter_noise import uniform
+from swarm.policy.counter_noise import derive_seed, uniform
 from swarm.policy.policy import TextPolicy
 
 End = Literal["eos", "stop", "limit", "open", "pruned"]
@@ -54,6 +55,21 @@ class AnswerRequest:
     def answers(self) -> tuple[Completion, ...]:
         """All answers [num_answers] before sampling."""
         return self.begun + (NOT_BEGUN,) * (self.num_answers - len(self.begun))
+
+
+class Turns(Protocol):
+    """The environments of a call's answers: what continues them. An engine calls it from its own thread."""
+
+    def ended(self, key: AnswerKey, completion: Completion) -> bool:
+        """Report an answer as far as it got, replies included. Returns whether `replies` will have its key."""
+        ...
+
+    def replies(self, *, wait: bool) -> list[tuple[AnswerKey, Sequence[int]]]:
+        """Return the answers whose environments have replied since, with the token ids that follow; none end the answer.
+
+        With `wait` at least one is returned.
+        """
+        ...
 
 
 class Engine(Protocol):
@@ -132,6 +148,26 @@ class PruningEngine(Engine, Protocol):
         ...
 
 
+@runtime_checkable
+class ConversingEngine(Engine, Protocol):
+    """An engine in which answers that wait for their environments hold up no others."""
+
+    def converse(
+        self,
+        requests: Sequence[AnswerRequest],
+        sampling: Sampling,
+        turns: Turns,
+        *,
+        seed: int,
+        stop: Sequence[str] = (),
+    ) -> list[list[Completion]]:
+        """Sample as in `generate`, and continue each answer as `turns` says, while others are sampled.
+
+        Token ids of replies are part of the answers, with log-probs of 0, and count against `max_new_tokens`.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerSlot:
     """One answer of a request that is to be sampled or continued. An engine gives it a row of its batch."""
@@ -143,10 +179,13 @@ class AnswerSlot:
     max_new_tokens: int
     begun: Completion = NOT_BEGUN
     """The part that was sampled before."""
+    turn_start: int = 0
+    """Index of the first token of the present turn. Stop strings before it count no more."""
 
     @property
     def start(self) -> tuple[int, int]:
-        """Key of the tokens before the next one. Siblings that have not begun share it, and so a computed prompt."""
+        """Key of the tokens before the next one: (prompt, sample), or (prompt, -1) of siblings that have not begun, which share a
+        computed prompt."""
         return (self.prompt, self.sample if self.begun.token_ids else -1)
 
 
@@ -195,6 +234,64 @@ def grouped(
         [completions.get((index, sample), answer) for sample, answer in enumerate(request.answers)]
         for index, request in enumerate(requests)
     ]
+
+
+def with_reply(answer: Completion, token_ids: Sequence[int]) -> Completion:
+    """Return the answer, to be continued after the tokens of a reply."""
+    none = (0.0,) * len(token_ids)
+    return Completion(
+        (*answer.token_ids, *token_ids), (*answer.logprobs, *none), (*answer.policy_logprobs, *none), end="open"
+    )
+
+
+def joined(before: Completion, after: Completion) -> Completion:
+    """Return an answer that was sampled in two parts as one."""
+    return Completion(
+        before.token_ids + after.token_ids,
+        before.logprobs + after.logprobs,
+        before.policy_logprobs + after.policy_logprobs,
+        after.end,
+    )
+
+
+def converse(
+    engine: Engine,
+    requests: Sequence[AnswerRequest],
+    sampling: Sampling,
+    turns: Turns,
+    *,
+    seed: int,
+    stop: Sequence[str] = (),
+) -> list[list[Completion]]:
+    """Do as `ConversingEngine.converse` with any engine.
+
+    With one that cannot continue answers, all of them take a turn, then all environments do: a slow one holds up the others.
+    What came before is computed again in each turn, as a prompt.
+    """
+    if isinstance(engine, ConversingEngine):
+        return engine.converse(requests, sampling, turns, seed=seed, stop=stop)
+    open_answers = {(row.prompt, row.sample): row.begun for row in open_rows(requests)}
+    ended: dict[AnswerKey, Completion] = {}
+    for number in itertools.count():
+        asked = [
+            AnswerRequest(
+                [*requests[key[0]].prompt, *begun.token_ids],
+                1,
+                requests[key[0]].max_new_tokens - len(begun.token_ids),
+            )
+            for key, begun in open_answers.items()
+        ]
+        turn_seed = derive_seed("turn", seed, number)
+        answers = engine.generate(asked, sampling, seed=turn_seed, stop=stop)
+        ended |= {key: joined(begun, one) for (key, begun), (one,) in zip(open_answers.items(), answers, strict=True)}
+        waiting = [key for key in open_answers if turns.ended(key, ended[key])]
+        replied: dict[AnswerKey, Sequence[int]] = {}
+        while len(replied) < len(waiting):
+            replied |= dict(turns.replies(wait=True))
+        open_answers = {key: with_reply(ended[key], replied[key]) for key in waiting if replied[key]}
+        if not open_answers:
+            break
+    return grouped(requests, ended)
 
 
 def generate_in_chunks(

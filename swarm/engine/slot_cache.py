@@ -147,6 +147,15 @@ class SlotCache(Cache):
             keys[place, :, :length] = layer.keys[row, :, start : start + length]  # type: ignore[index]
             values[place, :, :length] = layer.values[row, :, start : start + length]  # type: ignore[index]
 
+    def copy(self, slot: int) -> DynamicCache:
+        """Return a copy of the tokens of an answer, without its prefix: [1, heads, length, head size] by layer."""
+        bucket = next(bucket for bucket in self.buckets if slot in bucket.slots)
+        place, length = bucket.slots.index(slot), self.answers[slot].length
+        found = DynamicCache()
+        for index, (keys, values) in enumerate(bucket.buffers):
+            found.update(keys[None, place, :, :length].clone(), values[None, place, :, :length].clone(), index)
+        return found
+
     def remove(self, slot: int) -> None:
         """Forget the answer of a slot. The last slot takes its number."""
         last = len(self.answers) - 1
@@ -292,6 +301,17 @@ class SlotCache(Cache):
             else:
                 groups.append((columns, [slot]))
         return [(width, sorted(slots)) for width, slots in groups]
+
+
+def chained(first: DynamicCache | None, second: DynamicCache) -> DynamicCache:
+    """Return the tokens of both [1, heads, length, head size], one after the other."""
+    if first is None:
+        return second
+    found = DynamicCache()
+    for part in (first, second):
+        for index, layer in enumerate(part.layers):
+            found.update(layer.keys, layer.values, index)  # type: ignore[arg-type]
+    return found
 
 
 def bytes_of(cache: DynamicCache) -> int:

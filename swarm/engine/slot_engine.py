@@ -22,6 +22,7 @@ from swarm.engine.engine import (
     AnswerSlot,
     Completion,
     SamplingCall,
+    Turns,
     capacity_of,
     grouped,
     longest_first,
@@ -32,7 +33,8 @@ from swarm.engine.pruning import PruneCall
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_cache import CachedAnswer, SlotCache
 from swarm.engine.slot_model import SlotModel
-from swarm.engine.slot_run import SlotPruning, SlotRun
+from swarm.engine.slot_pruning import SlotPruning
+from swarm.engine.slot_run import SlotRun
 from swarm.policy.device import available_bytes
 from swarm.policy.lora import adapted_layers
 from swarm.policy.memory_probe import fitting_answers, rollout_share
@@ -140,6 +142,20 @@ class SlotEngine:
         return grouped(requests, self._run(requests, rows, self._call(sampling, seed, stop), pruning=slot_pruning))
 
     @torch.inference_mode()
+    def converse(
+        self,
+        requests: Sequence[AnswerRequest],
+        sampling: Sampling,
+        turns: Turns,
+        *,
+        seed: int,
+        stop: Sequence[str] = (),
+    ) -> list[list[Completion]]:
+        """See `ConversingEngine.converse`."""
+        rows = longest_first(requests, open_rows(requests))
+        return grouped(requests, self._run(requests, rows, self._call(sampling, seed, stop), turns=turns))
+
+    @torch.inference_mode()
     def resume(
         self,
         requests: Sequence[AnswerRequest],
@@ -162,6 +178,7 @@ class SlotEngine:
         *,
         enough: int | None = None,
         pruning: SlotPruning | None = None,
+        turns: Turns | None = None,
     ) -> dict[tuple[int, int], Completion]:
         """Run until `enough` requests, by default all, have no open row. Returns all rows by (request, sample)."""
         if not rows:
@@ -175,7 +192,7 @@ class SlotEngine:
             cache = self._model.cache(num_slots, max_places)
         else:
             cache.resize(num_slots, max_places)
-        run = SlotRun(self._model, requests, rows, call=call, cache=cache, pruning=pruning)
+        run = SlotRun(self._model, requests, rows, call=call, cache=cache, pruning=pruning, turns=turns)
         num_ended = len(requests) - len(run.num_missing)  # requests whose answers had all ended before
         with self._merged, pruning or nullcontext():
             while num_ended + sum(not num for num in run.num_missing.values()) < enough and run.is_going():

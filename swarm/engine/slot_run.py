@@ -2,95 +2,40 @@
 
 queue ─▶ each prompt computed once, its keys and values copied to the slots of its answers, or read by all of them
       ─▶ one token per active slot and step ─▶ an answer ends: the last active slot moves in, and waiting answers follow
-
-`SlotPruning` passes the hidden states of the last forward pass to the rule that drops answers.
 """
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from swarm.engine.engine import AnswerRequest, AnswerSlot, Completion, End, SamplingCall, capacity_of
-from swarm.engine.pruning import PruneCall
+from swarm.engine.engine import (
+    AnswerRequest,
+    AnswerSlot,
+    Completion,
+    End,
+    SamplingCall,
+    Turns,
+    capacity_of,
+    with_reply,
+)
+from swarm.engine.pruning import AnswerKey
 from swarm.engine.sampling import sample_tokens
-from swarm.engine.slot_cache import CachedAnswer, SharedPrefix, SlotCache, bytes_of
+from swarm.engine.slot_cache import CachedAnswer, SharedPrefix, SlotCache, bytes_of, chained
 from swarm.engine.slot_model import SlotModel
-from swarm.errors import ConfigError
-from swarm.policy.policy import Policy
-
-
-class SlotPruning:
-    """A context manager within which it records the input of the output head of `policy.model`."""
-
-    def __init__(self, policy: Policy, call: PruneCall, prompt_lengths: Sequence[int]) -> None:
-        self._policy = policy
-        self._call = call
-        self._lengths = prompt_lengths
-        self._hidden: Tensor | None = None
-        self._hook: Any = None
-
-    def __enter__(self) -> Self:
-        head = self._policy.model.get_base_model().get_output_embeddings()
-        self._hook = head.register_forward_pre_hook(self._record)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._hook.remove()
-        self._hidden = None
-
-    def saw_piece(self, starts: Sequence[tuple[int, int]], first: int) -> None:
-        """Report a forward pass over a piece of prompts [D, P, hidden] that begins at position `first`."""
-        width = 0 if self._hidden is None else self._hidden.shape[1]
-        columns = [self._lengths[prompt] - 1 - first for prompt, _ in starts]
-        rows = [row for row, column in enumerate(columns) if 0 <= column < width or self._hidden is None]
-        if rows:
-            states = self._states(rows, [columns[row] for row in rows])
-            self._call.saw_prompts([starts[row][0] for row in rows], states)
-
-    def slots_to_drop(self, rows: Sequence[AnswerSlot | None], lengths: Sequence[int]) -> list[int]:
-        """Ask which slots to drop after a pass over one token of every slot [n, 1, hidden]; ascending.
-
-        `lengths` counts the tokens of prompt and answer so far.
-        """
-        due = [
-            (slot, (row.prompt, row.sample))
-            for slot, (row, length) in enumerate(zip(rows, lengths, strict=True))
-            if row is not None and self._call.is_due(length - self._lengths[row.prompt])
-        ]
-        if not due:
-            return []
-        slots, keys = zip(*due, strict=True)
-        decisions = self._call.dropped(keys, self._states(list(slots), [0] * len(slots)))
-        return [slot for slot, is_dropped in zip(slots, decisions, strict=True) if is_dropped]
-
-    def _states(self, rows: list[int], columns: list[int]) -> Tensor:
-        if self._hidden is None:
-            raise ConfigError(
-                "rollouts.prune needs a base that calls its output head on the last hidden state, got "
-                f"{type(self._policy.model.get_base_model()).__name__}; set rollouts.prune = false"
-            )
-        return self._hidden[rows, columns].float().cpu()
-
-    def _record(self, _: Any, arguments: tuple[Tensor, ...]) -> None:
-        self._hidden = arguments[0]
-
-
-def hidden_size(policy: Policy) -> int:
-    """Width of the input of the output head."""
-    return policy.model.get_base_model().get_output_embeddings().in_features
-
+from swarm.engine.slot_pruning import SlotPruning
 
 _REFILL_SHARE = 8
 """Slots are refilled once 1/8 of them is free: computing prompts costs about as much for one as for several."""
 _PROMPT_TOKENS = 2048
 """Most tokens of short prompts that are computed together, padding included: more is no faster and only takes memory."""
 _SHARED_TOKENS = 256
-"""Prompts of at least this length are held once for all answers. Copies of shorter ones cost less than another part."""
+"""Prompts of at least this length are held once for all answers. Copies of shorter ones cost less than another part. So do
+answers that wait for their environments: shorter ones are computed again, several at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +63,7 @@ class SlotRun:
         call: SamplingCall,
         cache: SlotCache,
         pruning: SlotPruning | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """`rows` come in the order in which they start, siblings together. `cache` is empty and holds one answer at least."""
         device, longest_answer = model.device, max(row.max_new_tokens for row in rows)
@@ -133,6 +79,9 @@ class SlotRun:
         self._call = call
         self._eos = torch.tensor(sorted(call.eos_token_ids), device=device)
         self._pruning = pruning
+        self._turns = turns
+        self._waiting: dict[AnswerKey, AnswerSlot] = {}  # for their environments, as far as they got
+        self._kept: dict[AnswerKey, DynamicCache] = {}  # keys and values of waiting answers, oldest first
         self._num_slots = num_slots
         self._prepared: dict[tuple[int, int], _Prepared] = {}  # by start
         self._shared = self._find_shared(rows, model, by_request=pruning is not None)
@@ -155,7 +104,9 @@ class SlotRun:
         prepared = {id(one.cache): one.cache for one in self._prepared.values()}
         read = {id(answer.prefix) for answer in self.cache.answers}
         unread = [prefix.cache for prefix in self._prefixes.values() if id(prefix) not in read and prefix.cache]
-        return self.cache.num_bytes() + sum(bytes_of(cache) for cache in (*prepared.values(), *unread))
+        return self.cache.num_bytes() + sum(
+            bytes_of(cache) for cache in (*prepared.values(), *unread, *self._kept.values())
+        )
 
     @property
     def num_used_places(self) -> int:
@@ -187,7 +138,11 @@ class SlotRun:
         return {prompt: tokens for prompt, tokens in prompts.items() if counts[tokens] > 1}
 
     def is_going(self) -> bool:
-        """Make room for the next tokens and fill free slots; returns whether any answer is active."""
+        """Make room for the next tokens and fill free slots; returns whether any answer is active.
+
+        Where all answers that have not ended wait for their environments, it waits with them.
+        """
+        self._take_replies()
         self._make_room()
         is_loose = (self._num_slots - self._num_active) * _REFILL_SHARE >= self._num_slots
         if self._queue and (not self._num_active or (is_loose and not self._is_short)):
@@ -196,7 +151,7 @@ class SlotRun:
 
     def suspend(self) -> dict[tuple[int, int], Completion]:
         """Return all answers that have not ended, by (prompt, sample), as far as they got. Nothing is active after this."""
-        rest = {(row.prompt, row.sample): row.begun for row in self._queue}
+        rest = {(row.prompt, row.sample): row.begun for row in (*self._queue, *self._waiting.values())}
         for slot, row in enumerate(self._rows[: self._num_active]):
             assert row is not None
             rest[row.prompt, row.sample] = self._completion(slot, "open")
@@ -238,11 +193,31 @@ class SlotRun:
         for slot, code in enumerate(codes):
             if code == 2:
                 ended.append((slot, "eos"))
-            elif self._call.stop and self._call.stop.are_in(self._tokens[slot, : int(steps[slot])].tolist()):
+            elif self._call.stop and self._has_stop(slot):
                 ended.append((slot, "stop"))
             elif code == 1:
                 ended.append((slot, "limit"))
         return ended
+
+    def _has_stop(self, slot: int) -> bool:
+        row = self._rows[slot]
+        assert row is not None
+        return self._call.stop.are_in(self._tokens[slot, row.turn_start : int(self._steps[slot])].tolist())
+
+    def _take_replies(self) -> None:
+        """Queue the answers whose environments have replied, before those that have not begun."""
+        while self._turns is not None and self._waiting:
+            must_wait = not self._num_active and not self._queue
+            for key, token_ids in self._turns.replies(wait=must_wait):
+                row = self._waiting.pop(key)
+                if token_ids:
+                    begun = with_reply(row.begun, token_ids)
+                    self._queue.appendleft(replace(row, begun=begun, turn_start=len(begun.token_ids)))
+                else:
+                    self._kept.pop(key, None)
+                    self._end(key, row.begun)
+            if self._queue or not must_wait:
+                break
 
     def _make_room(self) -> None:
         """Give every active answer a column for its next token, and let the shortest ones wait where memory is short."""
@@ -261,6 +236,16 @@ class SlotRun:
             self._is_short = True
             self._drop_unread()
         self.cache.widen()
+        self._trim_kept()
+
+    def _trim_kept(self, more: Sequence[CachedAnswer] = ()) -> None:
+        """Drop keys and values of waiting answers, oldest first, as far as active ones, and `more`, need the memory."""
+        while self._kept and not self._has_room(more):
+            del self._kept[next(iter(self._kept))]
+
+    def _has_room(self, more: Sequence[CachedAnswer]) -> bool:
+        kept = sum(cache.get_seq_length() for cache in self._kept.values())
+        return self.cache.places(more) + kept <= self.cache.max_places
 
     def _admitted(self) -> list[AnswerSlot]:
         """Take rows from the queue, as many as free slots and memory allow; one where nothing is active."""
@@ -268,6 +253,7 @@ class SlotRun:
         answers: list[CachedAnswer] = []
         while self._queue and self._num_active + len(rows) < self._num_slots:
             answers.append(self._cached(self._queue[0]))
+            self._trim_kept(answers)
             if not self._always_fits and self._num_active + len(rows):
                 self._is_short = self.cache.places(answers) > self.cache.max_places
                 if self._is_short:
@@ -290,7 +276,10 @@ class SlotRun:
         waiting: dict[int, AnswerSlot] = {}
         for slot, row in enumerate(rows, first):
             prefix = self.cache.answers[slot].prefix
-            if prefix is None:
+            kept = self._kept.pop((row.prompt, row.sample), None)
+            if kept is not None:
+                self._fill_kept(slot, row, kept, prefix)
+            elif prefix is None:
                 waiting[slot] = row
             else:
                 self._fill_after(slot, row, prefix)
@@ -300,8 +289,9 @@ class SlotRun:
             cache, logits = self._prepare(list(chunk.values()), list(chunk))
             self._prepared = {start: _Prepared(cache, row, logits[row]) for row, start in enumerate(chunk)}
             self._fill_prepared(waiting)
-        if not self._queue or self._queue[0].start not in self._prepared:
-            self._prepared = {}
+        # A prompt may be of use to the next row. What an answer had begun with is not: it has more tokens when it comes again.
+        prompts = {start: one for start, one in self._prepared.items() if start[1] < 0}
+        self._prepared = prompts if self._queue and self._queue[0].start in prompts else {}
         self._drop_unread()
 
     def _tokens_before(self, row: AnswerSlot) -> list[int]:
@@ -316,14 +306,29 @@ class SlotRun:
 
     def _fill_after(self, slot: int, row: AnswerSlot, prefix: SharedPrefix) -> None:
         """Begin an answer that reads a shared prompt, computed here if it is the first."""
-        if prefix.cache is None:
-            prefix.cache, (prefix.logits,) = self._prepare([self._prompts[row.prompt]], [(row.prompt, -1)])
+        self._compute_prefix(row, prefix)
         logits = prefix.logits
         if row.begun.token_ids:
             cache, (logits,) = self._prepare([row.begun.token_ids], [row.start], prefix.cache)
             self.cache.fill(slot, cache, row=0, start=prefix.length)
         assert logits is not None
         self._begin(slot, row, logits)
+
+    def _fill_kept(self, slot: int, row: AnswerSlot, kept: DynamicCache, prefix: SharedPrefix | None) -> None:
+        """Continue an answer whose keys and values were kept while its environment took its turn."""
+        num_shared = 0
+        if prefix is not None:
+            self._compute_prefix(row, prefix)
+            num_shared = prefix.length
+        before = chained(prefix.cache if prefix else None, kept)
+        rest = self._tokens_before(row)[before.get_seq_length() :]
+        cache, (logits,) = self._prepare([rest], [row.start], before)
+        self.cache.fill(slot, cache, row=0, start=num_shared)
+        self._begin(slot, row, logits)
+
+    def _compute_prefix(self, row: AnswerSlot, prefix: SharedPrefix) -> None:
+        if prefix.cache is None:
+            prefix.cache, (prefix.logits,) = self._prepare([self._prompts[row.prompt]], [(row.prompt, -1)])
 
     def _fill_prepared(self, waiting: Mapping[int, AnswerSlot]) -> None:
         """Begin the answers, by slot, whose prompts were computed last."""
@@ -348,14 +353,23 @@ class SlotRun:
             self._logprobs[:, slot, :num_begun] = both
 
     def _remove(self, slot: int, end: End) -> None:
-        """Store the answer of a slot, and move the last active one there."""
+        """Store the answer of a slot, unless its environment may reply, and move the last active one there."""
         row = self._rows[slot]
         assert row is not None
-        self.completions[row.prompt, row.sample] = self._completion(slot, end)
-        self.num_missing[row.prompt] -= 1
+        key, completion = (row.prompt, row.sample), self._completion(slot, end)
+        if self._turns is not None and self._turns.ended(key, completion):
+            self._waiting[key] = replace(row, begun=completion)
+            if self.cache.answers[slot].length >= _SHARED_TOKENS:
+                self._kept[key] = self.cache.copy(slot)
+        else:
+            self._end(key, completion)
         self._is_short = False
         self._free(slot)
         self._drop_unread()
+
+    def _end(self, key: AnswerKey, completion: Completion) -> None:
+        self.completions[key] = completion
+        self.num_missing[key[0]] -= 1
 
     def _free(self, slot: int) -> None:
         """Move the last active answer to a slot."""
@@ -371,11 +385,12 @@ class SlotRun:
         """Forget shared prompts that neither an active answer nor the next one reads."""
         if self._prefixes:
             read = {id(answer.prefix) for answer in self.cache.answers}
-            coming = self._shared.get(self._queue[0].prompt) if self._queue else None
+            rows = [*self._waiting.values(), *itertools.islice(self._queue, 1)]
+            coming = {self._shared.get(row.prompt) for row in rows}
             self._prefixes = {
                 prompt: prefix
                 for prompt, prefix in self._prefixes.items()
-                if id(prefix) in read or (prompt == coming and prefix.cache is not None and not self._is_short)
+                if id(prefix) in read or (prompt in coming and prefix.cache is not None and not self._is_short)
             }
 
     def _completion(self, slot: int, end: End) -> Completion:

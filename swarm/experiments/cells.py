@@ -21,6 +21,7 @@ from swarm.errors import SwarmError
 from swarm.machine import tethered
 from swarm.machine.child_python import module_command
 from swarm.machine.safe_files import SHARED, open_to_append, read_file, read_json, replace_file
+from swarm.observability.plain_text import counted
 
 Result = dict[str, Any]
 Say = Callable[[str], None]
@@ -89,7 +90,8 @@ def compute(cells: Sequence[Cell], store: CellStore, num_workers: int, say: Say)
     waiting = [cell for cell in cells if store.read(cell) is None]
     if len(waiting) < len(cells):
         say(f"{len(cells) - len(waiting)} of {len(cells)} cells were finished earlier")
-    started_s, running, num_left = time.monotonic(), list[_Worker](), len(waiting)
+    started_s, running, num_cells = time.monotonic(), list[_Worker](), len(waiting)
+    num_left = num_cells
     try:
         while waiting or running:
             while waiting and len(running) < num_workers:
@@ -99,7 +101,10 @@ def compute(cells: Sequence[Cell], store: CellStore, num_workers: int, say: Say)
                 worker.check()
                 num_left -= 1
                 minutes = (time.monotonic() - started_s) / 60
-                say(f"{worker.cell.name} finished after {minutes:.1f} min, {num_left} cells left")
+                left = counted(num_left, "cell") + " left"
+                if num_left:
+                    left += f", about {minutes / (num_cells - num_left) * num_left:.0f} min"
+                say(f"{worker.cell.name} finished after {minutes:.1f} min, {left}")
             time.sleep(_LOOK_INTERVAL_S)
     finally:
         for worker in running:

@@ -7,8 +7,9 @@ All share one copy of the base's weights. Time is virtual, a second a turn, so t
 
 import hashlib
 import random
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from swarm.admission.reward_verifier import RewardVerifier
 from swarm.config import Config, PolicySection
 from swarm.experiments.memory_exchange import MemoryExchange, MemoryReader
 from swarm.node.learner import Learner, SwarmPorts
-from swarm.node.policy_backend import local_backend
+from swarm.node.policy_backend import local_backend, vocabulary_of
 from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.context import SwarmContext
@@ -33,10 +34,10 @@ _TURN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """The results of one round of all nodes together."""
+    """The results of one round of all nodes together, but for those that rest."""
 
     rewards: tuple[float, ...]
-    """Mean reward of each node's sampled answers."""
+    """Mean reward of each node's sampled answers, in the order of nodes."""
     answers_sampled: int
     answers_trained_on: int
     """Own answers and those of others, as drawn for the batches."""
@@ -44,6 +45,10 @@ class RoundRow:
     """Sampled groups with signal."""
     swarm_groups: int
     """Groups of others trained on."""
+    tokens_sampled: tuple[int, ...] = ()
+    """By each node; 0 for one that rests."""
+    processor_s: tuple[float, ...] = ()
+    """Processor time of each node: sampling, checks of what others sent, and training."""
 
 
 class GroupReader(Protocol):
@@ -97,15 +102,20 @@ class LearnerSwarm:
         self._mixtures: dict[str, TaskMixture] = {}
         self._nodes = [self._node(number, config, seed) for number, config in enumerate(configs)]
 
-    def run_round(self) -> RoundRow:
+    def run_round(self, resting: Collection[int] = ()) -> RoundRow:
+        """One round of all nodes but those whose numbers are in `resting`, in an order drawn anew."""
         rows: dict[int, Mapping[str, Any]] = {}
+        seconds = [0.0] * len(self._nodes)
         for number in self._rng.sample(range(len(self._nodes)), len(self._nodes)):
-            node = self._nodes[number]
+            if number in resting:
+                continue
+            node, started_s = self._nodes[number], time.process_time()
             if node.config.sharing.swarm_groups:
                 node.reader.pull(READ_AHEAD_BATCHES * node.config.sharing.swarm_groups)
             rows[number] = node.learner.run_round()
+            seconds[number] = time.process_time() - started_s
             self._now_s += _TURN_S
-        ordered = [(node, rows[number]) for number, node in enumerate(self._nodes)]
+        ordered = [(self._nodes[number], row) for number, row in sorted(rows.items())]
         self._answers_below_floor = sum(row["train/answers_below_floor_total"] for row in rows.values())
         return RoundRow(
             rewards=tuple(row["rollout/reward_mean"] for _, row in ordered),
@@ -116,6 +126,10 @@ class LearnerSwarm:
             ),
             groups_with_signal=sum(row["rollout/groups_with_signal"] for _, row in ordered),
             swarm_groups=sum(row["train/swarm_groups"] for _, row in ordered),
+            tokens_sampled=tuple(
+                rows[number]["rollout/tokens"] if number in rows else 0 for number in range(len(self._nodes))
+            ),
+            processor_s=tuple(seconds),
         )
 
     def evaluate(self, phase: str, num_nodes: int | None = None) -> list[dict[str, float]]:
@@ -153,9 +167,7 @@ class LearnerSwarm:
         _share_base(self._bases.setdefault(config.policy, policy), policy)
         mixture = self._mixture(config)
         pool = ExperiencePool(":memory:", config.sharing, self._clock)
-        vocabulary = Vocabulary(
-            policy.lineage, policy.vocab_size, frozenset(policy.eos_token_ids), lambda ids: policy.decode(ids)
-        )
+        vocabulary = vocabulary_of(policy, mixture)
         is_informative = config.sharing.choice == "informative"
         # no author has a reputation here, so the weight of all is 1
         usefulness = Usefulness(config.sharing.max_age_s, self._clock, lambda author: 1.0) if is_informative else None

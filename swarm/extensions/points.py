@@ -20,7 +20,9 @@ TASK_SOURCES = Registry(
             "a procedural data set of reasoning-gym",
         ),
         BuiltIn("jsonl", "swarm.tasks.jsonl_source:JsonlSource", "a file of your own"),
+        BuiltIn("dataset", "swarm.tasks.data_sets.source:DatasetSource", "a data set in files of your own or on a hub"),
         BuiltIn("code", "swarm.tasks.code_source:CodeSource", "functions to write that are run in a sandbox"),
+        BuiltIn("game", "swarm.tasks.environments.games:GameSource", "a game of several turns"),
     ),
     group="swarm.task_sources",
     error=TaskError,
@@ -36,6 +38,18 @@ VERIFIERS = Registry(
             "math",
             "swarm.tasks.mathematics.math_verifier:MATH",
             "the text equals the answer in mathematics, both in LaTeX",
+        ),
+    ),
+    error=TaskError,
+    needs_isolation=True,
+)
+TOOLS = Registry(
+    "a tool",
+    (
+        BuiltIn("calculator", "swarm.tasks.environments.calculator:Calculator", "exact arithmetic"),
+        BuiltIn("python", "swarm.tasks.environments.python_tool:PythonTool", "programs, run in the sandbox"),
+        BuiltIn(
+            "search", "swarm.tasks.environments.search_tool:SearchTool", "passages of the texts in `search_folder`"
         ),
     ),
     error=TaskError,
@@ -81,6 +95,9 @@ ADVANTAGES = Registry(
         BuiltIn("dr_grpo", "swarm.training.advantages:DrGrpo", "R - mean"),
         BuiltIn("median", "swarm.training.advantages:Median", "R - median, odd group_size", frozenset({ODD_GROUPS})),
         BuiltIn("gdpo", "swarm.training.advantages:Gdpo", "by signal, then by batch"),
+        BuiltIn(
+            "gigpo", "swarm.training.advantages:Gigpo", "grpo, and again among turns of episodes from equal states"
+        ),
     ),
     group="swarm.advantages",
 )
@@ -93,6 +110,10 @@ CORRECTIONS = Registry(
         BuiltIn("sequence_mask", "swarm.training.corrections:SequenceMask", "0 for answers whose mean w is outside [1/C, C]"),
         BuiltIn("opsm", "swarm.training.corrections:Opsm", "0 for bad answers far from the policy"),
         BuiltIn("tis+opsm", "swarm.training.corrections:TruncatedOpsm", "both", frozenset({WEIGHS})),
+        BuiltIn(
+            "shaped+opsm", "swarm.training.corrections:ShapedOpsm", "good answers by w / (w + γ), bad ones as tis+opsm",
+            frozenset({WEIGHS}),
+        ),
         BuiltIn("sequence_mask+opsm", "swarm.training.corrections:SequenceMaskOpsm", "both"),
     ),
 )  # fmt: skip
@@ -109,6 +130,9 @@ ATTACKS = Registry(
         BuiltIn("stale flood", "swarm.experiments.attacks.attacks:STALE", "old groups in another order"),
         BuiltIn("no information", "swarm.experiments.attacks.attacks:NO_INFORMATION", "groups of equal rewards"),
         BuiltIn("forged author", "swarm.experiments.attacks.attacks:FORGED", "records in another node's name"),
+        BuiltIn(
+            "forged episodes", "swarm.experiments.attacks.attacks:FORGED_EPISODES", "replies that no environment gave"
+        ),
         BuiltIn("replay", "swarm.experiments.attacks.attacks:REPLAYED", "records of others, sent again"),
         BuiltIn("equivocation", "swarm.experiments.attacks.attacks:EQUIVOCAL", "two bodies for one header"),
         BuiltIn("withheld bodies", "swarm.experiments.attacks.attacks:WITHHELD", "headers without bodies"),

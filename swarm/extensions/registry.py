@@ -9,10 +9,11 @@ Only `load` imports. Whoever calls it must have the name from the operator's set
 
 import difflib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -186,6 +187,12 @@ class Registry:
         if not name or not version:
             raise self._error(f"{self.what} must come from a package with a version, got {entry}; fix its metadata")
         return f"{name}=={version}"
+
+
+def versions_of(*packages: str) -> str:
+    """NAME==VERSION of installed packages, and of Python, since messages of both differ. Raises PackageNotFoundError."""
+    python = f"python=={sys.version_info.major}.{sys.version_info.minor}"
+    return " ".join([*(f"{name}=={version(name)}" for name in packages), python])
 
 
 def valid_parameters(

@@ -17,8 +17,8 @@ from swarm import __version__
 from swarm.adapters.checkpoint import Checkpoint, CheckpointStore
 from swarm.adapters.export import export_checkpoint
 from swarm.config import BUNDLED_BASES, Config
-from swarm.config.node_folder import NodeFolder
 from swarm.config.shareable import base_name, shareable
+from swarm.machine.node_folder import NodeFolder
 from swarm.observability.metrics import read_rows
 
 logger = logging.getLogger(__name__)

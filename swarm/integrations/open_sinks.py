@@ -5,11 +5,11 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from swarm.config import Config
-from swarm.config.node_folder import NodeFolder
 from swarm.config.shareable import shareable
 from swarm.errors import ConfigError
 from swarm.integrations.sink import QueuedSink, Sink
 from swarm.machine.child_python import install_from_clone
+from swarm.machine.node_folder import NodeFolder
 from swarm.records.identity import Identity
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "otel": "opentelemetry.sdk"}

@@ -13,7 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swarm.config import BUNDLED_BASES, Config, Origin, TaskSourceSection, merge, parse
+from swarm.config import (
+    BUNDLED_BASES,
+    LOCAL_SETTINGS,
+    Config,
+    Origin,
+    RewardSignalSection,
+    TaskSourceSection,
+    TasksSection,
+    merge,
+    parse,
+)
 from swarm.errors import ConfigError, ManifestError, PolicyError, TaskError
 from swarm.machine.hardware import Hardware, PolicyChoice, choose_policy
 from swarm.manifest.manifest import Manifest, ManifestTask
@@ -46,13 +56,16 @@ def compose(
     user: Settings,
     task_files: Mapping[str, Path],
     origin: Origin = lambda location: None,
+    *,
+    reward_files: Sequence[Path] = (),
 ) -> Config:
     """Compose the Config of a node: `defaults` of the hardware, `user` settings over them, the manifest's over both.
 
-    `task_files` holds paths of JSONL files by the name of their task, `origin` says where a user's setting comes from.
+    `task_files` holds paths of JSONL files and data sets by the name of their task, `reward_files` files of reward
+    functions, which are known by their content. `origin` says where a user's setting comes from.
     Raises ConfigError where the user contradicts the manifest, TaskError where a file is missing or differs.
     """
-    decided = _decided(manifest, task_files)
+    decided = _decided(manifest, task_files, {file_sha256(path): path for path in reward_files})
     own_peers = _get(user, "network", "initial_peers")
     peers = [*bootstrap_addresses(manifest), *(own_peers if isinstance(own_peers, list | tuple) else ())]
     settings = merge(merge(merge(defaults, user), decided), {"network": {"initial_peers": list(dict.fromkeys(peers))}})
@@ -96,8 +109,10 @@ def needs_lineage(manifest: Manifest, config: Config) -> bool:
 def check_lineage(manifest: Manifest, config: Config, hash_cache: Path | None = None) -> None:
     """Load the policy and compare its lineage. Takes as long as starting a node. Raises PolicyError or ManifestError."""
     from swarm.policy.policy import load_policy  # torch
+    from swarm.warm_start.start_digest import start_digest
 
-    lineage = load_policy(config.policy, device=config.node.device, hash_cache=hash_cache).lineage
+    start = start_digest(config)
+    lineage = load_policy(config.policy, device=config.node.device, hash_cache=hash_cache, start=start).lineage
     if not any(map(lineage.has_name, manifest.lineages)):
         raise ManifestError(
             f"the policy must be of a lineage that {manifest.name} allows, got {lineage.policy} of {config.policy.base}; "
@@ -116,11 +131,11 @@ def check_base_at_hand(config: Config) -> None:
         )
 
 
-def check_tasks(config: Config) -> None:
+def check_tasks(tasks: TasksSection) -> None:
     """Build every task source. Raises TaskError where one does not work here: its records would be unknown here."""
     from swarm.tasks.task_mixture import TaskMixture
 
-    mixture = TaskMixture(config.tasks)
+    mixture = TaskMixture(tasks)
     mixture.close()
     if mixture.broken:
         raise TaskError("every task of the swarm must work here, got " + "; ".join(mixture.broken.values()))
@@ -138,37 +153,91 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _decided(manifest: Manifest, task_files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """Return {section: {setting: value}} that the manifest decides."""
-    unknown = sorted(task_files.keys() - {task.source_name for task in manifest.tasks if task.sha256 is not None})
+def published_task(source: TaskSourceSection, tasks: TasksSection) -> dict[str, Any]:
+    """Return a source as a manifest has it: files by their content, modules with their packages. Raises TaskError."""
+    from swarm.tasks.rewards.reward_plugin import find_function
+
+    signals: list[dict[str, Any]] = []
+    for signal in source.signals:
+        facts = signal.model_dump() | {"function": signal.reference}
+        if signal.function:
+            function = find_function(signal, source.source_name)
+            facts |= {"sha256": function.sha256} if signal.is_of_file else {"package": function.origin}
+        signals.append(facts)
+    return (
+        source.model_dump(exclude={*LOCAL_SETTINGS, "sha256", "signals"})
+        | {"signals": signals}
+        | _content(source, tasks)
+    )
+
+
+def _content(source: TaskSourceSection, tasks: TasksSection) -> dict[str, str]:
+    """Return what a manifest says of the content of a task source in place of its path. Raises TaskError."""
+    if source.kind != "dataset":
+        return {"sha256": file_sha256(source.path)} if source.path else {}
+    from swarm.tasks.data_sets.source import content
+
+    return content(source, tasks)
+
+
+def _decided(
+    manifest: Manifest, task_files: Mapping[str, Path], reward_files: Mapping[str, Path]
+) -> dict[str, dict[str, Any]]:
+    """Return {section: {setting: value}} that the manifest decides. `reward_files`: {SHA-256: path}."""
+    wanted = {signal.sha256 for task in manifest.tasks for signal in task.signals}
+    if surplus := [f"{path} with SHA-256 {sha256}" for sha256, path in reward_files.items() if sha256 not in wanted]:
+        files = ", ".join(sorted(sha256 for sha256 in wanted if sha256)) or "none"
+        raise ConfigError(
+            f"--reward-file must name a file that {manifest.name} needs, by SHA-256 {files}, got {surplus[0]}; get the file from "
+            "the founder, or leave it out"
+        )
+    unknown = sorted(task_files.keys() - {task.source_name for task in manifest.tasks if task.sha256})
     if unknown:
         raise ConfigError(
-            f"--task-file must name a jsonl task of {manifest.name}, got {unknown[0]!r}; see the manifest"
+            f"--task-file must name a jsonl or dataset task of {manifest.name}, got {unknown[0]!r}; see the manifest"
         )
     owner = {"silo_owner": manifest.founder} if manifest.silo else {}
     return {
         "swarm": {"name": manifest.name, "id": manifest.id} | owner,
         "tasks": {
             "sandboxed": True,
-            "sources": [_source(task, task_files.get(task.source_name)) for task in manifest.tasks],
+            "held_out_share": manifest.held_out_share or 0.0,
+            "sources": [_source(task, task_files.get(task.source_name), reward_files) for task in manifest.tasks],
         },
         "network": {"gossip": manifest.gossip} if manifest.gossip else {},
         "sharing": manifest.limits.model_dump(exclude_none=True),
     }
 
 
-def _source(task: ManifestTask, path: Path | None) -> dict[str, Any]:
+def _source(task: ManifestTask, path: Path | None, reward_files: Mapping[str, Path]) -> dict[str, Any]:
     source = task.model_dump(exclude={"sha256"})
-    if task.sha256 is None:
+    for facts, signal in zip(source["signals"], task.signals, strict=True):
+        if signal.sha256 is not None:
+            facts["function"] = _in_place(task, signal, reward_files.get(signal.sha256))
+    if not task.sha256:
         return source
     name = task.source_name
+    if task.kind == "dataset" and (path is not None or task.hub):  # its content is compared when the source is built
+        return source | {"sha256": task.sha256} | ({} if path is None else {"path": str(path.resolve())})
     if path is None:
-        raise TaskError(f"task {name} needs a file with SHA-256 {task.sha256}; give --task-file {name}=PATH")
+        what = "the data set whose tasks have" if task.kind == "dataset" else "a file with"
+        raise TaskError(f"task {name} needs {what} SHA-256 {task.sha256}; give --task-file {name}=PATH")
     if (found := file_sha256(path)) != task.sha256:
         raise TaskError(
             f"the file of task {name} must have SHA-256 {task.sha256}, got {found} of {path}; ask the founder"
         )
     return source | {"path": str(path.resolve())}
+
+
+def _in_place(task: ManifestTask, signal: RewardSignalSection, path: Path | None) -> str:
+    """Return the function with the path of this machine's copy of its file."""
+    if path is None:
+        file, _, name = signal.function.rpartition(":")
+        raise TaskError(
+            f"task {task.source_name} needs {file} with SHA-256 {signal.sha256} for its reward function {name}; get the file "
+            f"from the founder, read what it does, and give --reward-file PATH/{file}"
+        )
+    return f"{path.resolve()}:{signal.function.rpartition(':')[2]}"
 
 
 def _check_agreement(manifest: Manifest, decided: Settings, user: Settings, config: Config) -> None:

@@ -13,6 +13,7 @@ removed value does. The id is a hash over founder and name: nobody else can make
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -23,10 +24,12 @@ import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from swarm.config import RewardSignalSection, Section, SwarmName, TaskSourceFacts
+from swarm.config.tasks import SMALLEST_HELD_OUT_SHARE
 from swarm.errors import ManifestError
 from swarm.extensions.points import REWARDS, TASK_SOURCES
 from swarm.records.codec import MAX_TOKENS_PER_BODY
 from swarm.records.identity import Identity, is_peer_id, peer_name, verify
+from swarm.tasks.data_sets.hub import is_commit
 from swarm.tasks.parameter_rules import check_shape
 from swarm.tasks.signalled_source import package_signals
 
@@ -36,8 +39,12 @@ _MAX_LINE_DOTS = 2048  # the parser's time for a dotted key grows with the squar
 _MAX_DEPTH = 7
 _MAX_SHOWN = 80
 _MAX_PACKAGE_PROCESSES = 16
-_WHOLE = ("answer", "whole")
-"""The default of a setting that came later: left out, so that older software reads what it can."""
+_WITH_SHA256 = ("jsonl", "dataset")
+_DEFAULTS = (("answer", "whole"), ("expected", "whole"), ("skip_invalid", False))
+"""Defaults of settings that came later: left out, so that older software reads what it can."""
+_FILE_FUNCTION = re.compile(r"[A-Za-z0-9_-]{1,64}\.py:[A-Za-z0-9_]{1,64}")
+_LATER_OF_SIGNALS = ("function", "weights", "package")
+"""Settings of signals that came later, which are left out in the same way."""
 _DOMAIN = b"swarm/manifest/1\0"
 _HEADER = """# Manifest of the swarm {name}. Take part: swarm join FILE; look first: swarm join FILE --check
 # Signed by its founder: a changed value breaks the signature, comments and layout do not.
@@ -54,26 +61,59 @@ LineageHash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 class ManifestTask(TaskSourceFacts):
     """One source of tasks. A file is identified by its content, so every node may store it where it likes."""
 
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """SHA-256 of the file of JSONL or code tasks."""
+    sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """SHA-256 of the file of JSONL or code tasks, or of the tasks of a data set."""
     signals: Annotated[tuple[RewardSignalSection, ...], Field(max_length=8)] = ()
     """As for a task source. A reward function of a package takes a process of its own."""
 
     @model_validator(mode="after")
     def _content_matches_kind(self) -> Self:
-        if self.kind != "code" and (self.kind == "jsonl") != (self.sha256 is not None):
-            raise ValueError(f"sha256 belongs to jsonl tasks and to all of them, got {self.kind} {self.source_name!r}")
+        if self.kind != "code" and (self.kind in _WITH_SHA256) != bool(self.sha256):
+            kinds = " and ".join(_WITH_SHA256)
+            raise ValueError(
+                f"sha256 belongs to {kinds} tasks and to all of them, got {self.kind} {self.source_name!r}"
+            )
+        if self.hub and not is_commit(self.revision):
+            raise ValueError(
+                f"revision must be a commit of 40 hex digits, got {self.revision or 'none'} for {self.source_name!r}"
+            )
         return self
 
     @model_validator(mode="after")
     def _parameters_are_plain(self) -> Self:
         """The rest is checked where the source is built, which needs the library."""
-        if self.kind == "jsonl" and self.parameters:
-            raise ValueError(f"a jsonl task has no parameters, got {', '.join(self.parameters)}; remove them")
-        check_shape(self.parameters, with_words=self.kind == "reasoning_gym")
+        if self.kind in _WITH_SHA256 and self.parameters:
+            raise ValueError(f"a {self.kind} task has no parameters, got {', '.join(self.parameters)}; remove them")
+        is_program = self.kind == "code" and "language" in self.parameters
+        numbers = {name: value for name, value in self.parameters.items() if not (is_program and name == "language")}
+        check_shape(numbers, with_words=self.kind == "reasoning_gym")
+        if is_program:
+            check_shape({"language": self.parameters["language"]})
+        for tool in self.tools:
+            check_shape(tool.parameters)
+            if tool.name == "search":
+                raise ValueError(
+                    f"tools of a manifest must need no files of a node, got search of {self.source_name!r}; remove it"
+                )
         for signal in self.signals:
-            if not REWARDS.is_built_in(signal.name):
+            if not signal.is_judge and (signal.function or not REWARDS.is_built_in(signal.name)):
                 check_shape(signal.parameters)
+        return self
+
+    @model_validator(mode="after")
+    def _functions_are_named_by_content(self) -> Self:
+        """A manifest carries no code and no folder: members put the file in place, or install the package, themselves."""
+        for signal in self.signals:
+            is_named = not signal.is_of_file or _FILE_FUNCTION.fullmatch(signal.function) is not None
+            if not is_named or (signal.is_of_file and signal.sha256 is None):
+                raise ValueError(
+                    "a function of a file must be named in a manifest by its sha256 and a file name of letters, digits, _ and -, "
+                    f"got {shown(signal.function)}"
+                )
+            if signal.function and not signal.is_of_file and not signal.package:
+                raise ValueError(
+                    f"a function of a module must be named in a manifest with its package, got {shown(signal.function)}"
+                )
         return self
 
     @property
@@ -81,11 +121,11 @@ class ManifestTask(TaskSourceFacts):
         """Everything that defines the task, in one line for people."""
         facts = [f"{self.kind} {self.name}", *_assigned(self.parameters)]
         facts += [f"sha256 {self.sha256}"] if self.sha256 else []
-        facts += [f"verifier {self.verifier}"] if self.kind == "jsonl" else []
-        facts += [f"{name} {_summary(value)}" for name, value in sorted(self.form.items())]
-        facts += [
-            " ".join(["signal", one.name, f"×{one.weight:g}", *_assigned(one.parameters)]) for one in self.signals
-        ]
+        facts += [f"verifier {self.verifier}"] if self.kind in _WITH_SHA256 else []
+        facts += [f"{name} {_summary(value)}" for name, value in sorted((self.form | self.data_set).items())]
+        facts += [" ".join(["signal", one.name, f"×{one.weight:g}", *_signal_facts(one)]) for one in self.signals]
+        facts += [" ".join(["tool", one.name, *_assigned(one.parameters), *one.marks]) for one in self.tools]
+        facts += [f"at most {self.max_turns} turns"] if self.tools else []
         return ", ".join([*facts, f"weight {self.weight:g}"])
 
 
@@ -126,6 +166,8 @@ class Manifest(Section):
     silo: Literal[True] | None = None
     """For members only. The founder is the owner and decides who they are. Older software without silos refuses it."""
     limits: ManifestLimits = ManifestLimits()
+    held_out_share: Annotated[float, Field(ge=SMALLEST_HELD_OUT_SHARE, le=0.25)] | None = None
+    """As `tasks.held_out_share`. Without it nothing is held out but streams and rows, as older software does."""
     tasks: Annotated[tuple[ManifestTask, ...], Field(min_length=1, max_length=64)]
 
     @field_validator("founder")
@@ -158,6 +200,8 @@ class Manifest(Section):
         names = [task.source_name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError("tasks must have different names; set a different label")
+        if self.silo is None and any(signal.is_judge for task in self.tasks for signal in task.signals):
+            raise ValueError("signal judge must be in a silo, as strangers cannot compute its reward again; remove it")
         sources = sum(not TASK_SOURCES.is_built_in(task.kind) for task in self.tasks)
         processes = sources + sum(len(package_signals(task)) for task in self.tasks)
         if processes > _MAX_PACKAGE_PROCESSES:
@@ -246,7 +290,7 @@ def changes(known: Manifest, later: Manifest) -> list[str]:
     lines = [f"task {name} is new: {new[name]}" for name in new if name not in old]
     lines += [f"task {name} is removed" for name in old if name not in new]
     lines += [f"task {name}: {old[name]} → {new[name]}" for name in new if name in old and old[name] != new[name]]
-    for name in ("bases", "lineages", "gossip", "silo", "limits"):
+    for name in ("bases", "lineages", "gossip", "silo", "limits", "held_out_share"):
         before, after = (getattr(one, name) for one in (known, later))
         if before != after:
             lines.append(f"{name}: {_described(before)} → {_described(after)}")
@@ -259,6 +303,13 @@ def _summary(value: object) -> str:
     if len(text) <= _MAX_SHOWN:
         return text
     return f"{text[:_MAX_SHOWN]}… ({len(text)} characters, SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
+
+
+def _signal_facts(signal: RewardSignalSection) -> list[str]:
+    """Return what else defines a signal, for people."""
+    facts = ["function", signal.reference, f"sha256 {signal.sha256}" if signal.sha256 else f"of {signal.package}"]
+    weights = ["weights", *_assigned(signal.weights)] if signal.weights else []
+    return [*(facts if signal.function else ()), *weights, *_assigned(signal.parameters)]
 
 
 def _assigned(parameters: Mapping[str, Any]) -> list[str]:
@@ -275,9 +326,16 @@ def _content(manifest: Manifest) -> dict[str, Any]:
     """Return the content as plain values in the shape of the file. Empty values are left out."""
     content = manifest.model_dump(exclude_none=True)
     content["tasks"] = [
-        {key: value for key, value in task.items() if value not in ("", {}, ()) and (key, value) != _WHOLE}
+        {
+            key: value
+            for key, value in task.items()
+            if value not in ("", {}, ()) and (key, value) not in _DEFAULTS and (key != "max_turns" or task["tools"])
+        }
         for task in content["tasks"]
     ]
+    for signal in (signal for task in content["tasks"] for signal in task.get("signals", ())):
+        for key in [key for key in _LATER_OF_SIGNALS if not signal[key]]:
+            del signal[key]
     return {key: list(value) if isinstance(value, tuple) else value for key, value in content.items() if value != {}}
 
 

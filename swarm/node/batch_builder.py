@@ -9,7 +9,7 @@ It runs on the compute thread. What is left out is counted by reason.
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,11 @@ from swarm.config import Config
 from swarm.pool.experience_pool import ExperiencePool, Weigh
 from swarm.pool.success_levels import SuccessLevels, has_success
 from swarm.rollouts.worker import RolloutBatch
-from swarm.tasks.task_mixture import TaskMixture, assess
-from swarm.tasks.task_source import TaskFailure, UnknownTask
+from swarm.tasks.environments.episodes import with_scores
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import ForgedEpisode, TaskFailure, UnknownTask
 from swarm.training.advantages import configured_advantage
-from swarm.training.experience import RolloutConverter, TrainingGroup
+from swarm.training.experience import ForeignGroup, RolloutConverter, TrainingGroup
 from swarm.training.replay import ReplayStore
 from swarm.types import RolloutGroup, Task
 
@@ -52,8 +53,13 @@ class BatchBuilder:
         pool: ExperiencePool,
         converter: RolloutConverter,
         weigh: Weigh | None,
+        expected_reward: Callable[[str], float],
     ) -> None:
-        """`weigh`: how useful a group of others is expected to be; without it they are drawn uniformly."""
+        """`weigh`: how useful a group of others is expected to be; without it they are drawn uniformly.
+
+        `expected_reward`: what own answers to a source usually earn.
+        """
+        self._expected_reward = expected_reward
         self._config = config
         self._mixture = mixture
         self._pool = pool
@@ -92,7 +98,7 @@ class BatchBuilder:
         found: list[TrainingGroup] = []
         for _ in range(_DRAWS):
             drawn = self._pool.draw(wanted - len(found), rng, self._weigh)
-            found += [group for one in drawn if (group := self._foreign(_thinned(one, own.max_answers, rng)))]
+            found += self._foreign([_thinned(one, own.max_answers, rng) for one in drawn])
             if len(found) == wanted or not drawn:
                 break
         return [_no_heavier(group, own.max_tokens) for group in found]
@@ -136,14 +142,23 @@ class BatchBuilder:
             self._dropped["own_stale"] += len(own) - len(kept)
         return kept
 
-    def _foreign(self, group: RolloutGroup) -> TrainingGroup | None:
-        level = self._pool.success_level(group.task.source)
-        if not has_success(group, level):  # it was one when the group came in
-            self._dropped["no_success"] += 1
-            return None
-        task, group = self._rebuilt(group)
-        translated = self._converter.foreign(task.prompt, group, level.reward, context=task.context) if task else None
-        return _weighted(translated, task) if translated and task else None
+    def _foreign(self, groups: Sequence[RolloutGroup]) -> list[TrainingGroup]:
+        """Those that can be trained on here."""
+        of_reader = self._config.sharing.baseline == "reader"
+        tasks: list[Task] = []
+        offered: list[ForeignGroup] = []
+        for group in groups:
+            level = self._pool.success_level(group.task.source)
+            if not has_success(group, level):  # it was one when the group came in
+                self._dropped["no_success"] += 1
+                continue
+            task, group = self._rebuilt(group)
+            if task is not None:
+                baseline = self._expected_reward(task.ref.source) if of_reader else None
+                tasks.append(task)
+                offered.append(ForeignGroup(task.prompt, group, level.reward, task.context, baseline))
+        converted = zip(tasks, self._converter.foreign_groups(offered), strict=True)
+        return [_weighted(group, task) for task, group in converted if group is not None]
 
     def _again(self, group: RolloutGroup) -> TrainingGroup | None:
         task, group = self._rebuilt(group)
@@ -156,16 +171,18 @@ class BatchBuilder:
     def _rebuilt(self, group: RolloutGroup) -> tuple[Task | None, RolloutGroup]:
         """The task of a group, and the group with its reward signals where they count: neither pool nor store keeps those.
 
-        The task is None where pool or store outlived a change of the task list.
+        The task is None where pool or store outlived a change of the task list, or of what is held out.
         """
         try:
             task = self._mixture.rebuild(group.task)
-            if task.weights and self._advantage.uses_signals:
-                signals = [assess(task, one.text, len(one.token_ids)).signals for one in group.rollouts]
-                rollouts = [replace(r, signals=s) for r, s in zip(group.rollouts, signals, strict=True)]
-                group = replace(group, rollouts=tuple(rollouts))
+            if self._mixture.is_held_out(task):
+                self._dropped["held_out"] += 1
+                return None, group
+            uses_turns = task.begin is not None and self._advantage.uses_turns
+            if uses_turns or (task.weights and self._advantage.uses_signals):
+                group = replace(group, rollouts=tuple(with_scores(task, rollout) for rollout in group.rollouts))
             return task, group
-        except (UnknownTask, TaskFailure):
+        except (UnknownTask, TaskFailure, ForgedEpisode):
             self._dropped["unknown_task"] += 1
             return None, group
 

@@ -22,9 +22,9 @@ from typing import IO
 import tomli_w
 
 from swarm import __version__
-from swarm.config.node_folder import MAX_CONFIG_BYTES, NodeFolder
 from swarm.config.shareable import shareable
 from swarm.errors import StuckError, SwarmError, UnexpectedError
+from swarm.machine.node_folder import MAX_CONFIG_BYTES, NodeFolder
 from swarm.machine.safe_files import new_file, open_to_read, read_file
 from swarm.node.watchdog import stack_of
 from swarm.observability.plain_text import plain

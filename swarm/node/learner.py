@@ -31,6 +31,7 @@ from swarm.rollouts.rollout_round import RolloutRound
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.sharing.parts import GroupObserver, NoObserver
 from swarm.sharing.usefulness import Usefulness
+from swarm.tasks.held_out import repeated
 from swarm.tasks.task_cursor import DifficultyTable, TaskCursor
 from swarm.tasks.task_mixture import TaskMixture, training_seed
 from swarm.training.experience import RolloutConverter, TrainingGroup
@@ -38,6 +39,8 @@ from swarm.training.health import HealthWatch
 from swarm.training.step_report import StepReport
 from swarm.training.trainer import Trainer
 from swarm.types import RolloutGroup
+from swarm.warm_start.start_digest import adapter_folder
+from swarm.warm_start.supervised_steps import WarmStart, begin_from
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +103,7 @@ class Learner:
         self._mixture = mixture
         self._pool = pool
         self._ports = ports
+        self._backend = backend
         self.policy = backend.policy
         self.probe_memory = backend.probe_memory
         # tasks → rollouts
@@ -124,7 +128,14 @@ class Learner:
             report_unlikely=ports.report_peer,
         )
         weigh = ports.usefulness.of_group if ports.usefulness else None
-        self._batches = BatchBuilder(config, mixture=mixture, pool=pool, converter=self._converter, weigh=weigh)
+        self._batches = BatchBuilder(
+            config,
+            mixture=mixture,
+            pool=pool,
+            converter=self._converter,
+            weigh=weigh,
+            expected_reward=self._difficulty.success_rate,
+        )
         self._rng = random.Random(self._seed("batches"))
         # step → merge → canary
         self._trainer = Trainer(
@@ -206,13 +217,31 @@ class Learner:
         warnings = self._health.observe(row)
         return {**row, "health/warnings": warnings, "health/num_warnings": len(warnings)}
 
+    def warm_start(self, should_stop: Callable[[], bool]) -> None:
+        """Begin from `warm_start`, unless a step has been taken. Raises PolicyError and TaskError."""
+        start, steps = self._config.warm_start, self._backend.optimizer
+        if self.policy.version:
+            return
+        if (folder := adapter_folder(self._config)) is not None:
+            lora = self._config.policy.lora
+            begin_from(folder, steps, lora.alpha / lora.rank)
+        if start.steps:
+            WarmStart(self._config, self.policy, steps, self._mixture).run(should_stop)
+            steps.write(steps.read(), turned=steps.read())  # RL begins with moments of its own
+
     def evaluate(self, phase: str) -> MetricsRow:
-        """Measure the mean reward of one answer per held-out task. The tasks are the same on every node and at every time."""
+        """Measure the mean reward of answers to held-out tasks, which are the same on every node and at every time.
+
+        A task has one answer, and more where its source has few tasks and answers are sampled.
+        """
         config = self._config.evaluation
         tasks = self._mixture.held_out(config.tasks_per_source)
+        num_tasks = len(tasks)
+        if config.temperature:
+            tasks = repeated(tasks, config.tasks_per_source)
         logger.info(
-            "evaluating %d held-out tasks, %d of a source at most (evaluation.tasks_per_source), with answers of up to %d "
-            "tokens", len(tasks), config.tasks_per_source, self._config.rollouts.max_new_tokens,
+            "evaluating %d held-out tasks, %d of a source at most (evaluation.tasks_per_source), with %d answers of up to %d "
+            "tokens", num_tasks, config.tasks_per_source, len(tasks), self._config.rollouts.max_new_tokens,
         )  # fmt: skip
         scores = self._worker.evaluate(tasks, temperature=config.temperature, seed=self._seed("evaluation"))
         accuracy = {source: sum(values) / len(values) for source, values in sorted(scores.items()) if values}

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarm.adapters.checkpoint import CheckpointStore
-from swarm.admission.admission import Admission, Vocabulary
+from swarm.admission.admission import Admission
 from swarm.admission.copies import CopyWatch
 from swarm.admission.reward_verifier import RewardVerifier
 from swarm.config import Config, dump_toml
-from swarm.config.node_folder import NodeFolder
 from swarm.dashboard.node_page import NodePage
 from swarm.integrations.open_sinks import open_sinks
+from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import replace_file
 from swarm.machine.stop_signals import obey_stop_signals
 from swarm.merging.node_merging import make_merging
@@ -39,7 +39,7 @@ from swarm.network.transport import Transport
 from swarm.node.controls import NodeControls
 from swarm.node.learner import Learner, Publish, SwarmPorts, publish_nothing
 from swarm.node.pipeline_driver import PipelineDriver
-from swarm.node.policy_backend import PolicyBackend, local_backend
+from swarm.node.policy_backend import PolicyBackend, local_backend, vocabulary_of
 from swarm.node.report import NetworkSide, NodeReport
 from swarm.node.stage_process import network_with_stages
 from swarm.node.training_loop import TrainingRun
@@ -60,6 +60,7 @@ from swarm.silo.silo_transport import node_transport
 from swarm.tasks.sandboxed_verifier import SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture, owns_stream
 from swarm.types import RolloutGroup
+from swarm.warm_start.start_digest import start_digest
 
 logger = logging.getLogger(__name__)
 
@@ -265,21 +266,21 @@ class Node:
     def _load_policy(self, config: Config, loop: asyncio.AbstractEventLoop) -> PolicyBackend:
         if self._driver is not None:
             return self._driver.bring_up(config, loop, self.folder.hash_cache)
-        policy = load_policy(config.policy, device=config.node.device, hash_cache=self.folder.hash_cache)
+        policy = load_policy(
+            config.policy, device=config.node.device, hash_cache=self.folder.hash_cache, start=start_digest(config)
+        )
         return local_backend(config, policy, self.identity.peer_id)
 
     def _make_exchange(self, sharing: SharingParts, policy: TextPolicy, mixture: TaskMixture) -> Exchange:
         verifier = RewardVerifier(
             mixture, is_known=self.tracker.reputation.is_known, sandboxed=self._sandboxed_verifier
         )
-        vocabulary = Vocabulary(
-            lineage=policy.lineage,
-            size=policy.vocab_size,
-            eos_token_ids=frozenset(policy.eos_token_ids),
-            decode=policy.decode,
-        )
         admission = Admission(
-            self.config.sharing, sharing.context, verifier=verifier, vocabulary=vocabulary, copies=self._copies
+            self.config.sharing,
+            sharing.context,
+            verifier=verifier,
+            vocabulary=vocabulary_of(policy, mixture),
+            copies=self._copies,
         )
         return Exchange(
             self.config.sharing,

@@ -4,8 +4,8 @@ import asyncio
 import time
 
 from swarm.config import Config, dump_toml
-from swarm.config.node_folder import NodeFolder
 from swarm.machine.memory import keep_heaps_small
+from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import close_to_others, replace_file
 from swarm.node.crash_report import crash_reports
 from swarm.node.node import Node

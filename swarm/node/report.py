@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from swarm.config import Config
-from swarm.config.node_folder import NodeFolder
 from swarm.dashboard.node_page import NodePage
 from swarm.integrations.sink import Sink
+from swarm.machine.node_folder import NodeFolder
 from swarm.merging.node_merging import NodeMerging
 from swarm.network.transport import Transport
 from swarm.node.round_metrics import MetricsRow
@@ -57,6 +57,7 @@ _REMEDIES = {
     Rejection.UNAVAILABLE: "their bodies cannot be fetched: `swarm doctor` tells how others reach this machine",
     Rejection.TOO_SLOW: "verifying their answers takes too long here: free the processor, or use quicker tasks",
     Rejection.BANNED: "this node banned their authors for false claims: `swarm peers` names them",
+    Rejection.FORGED_EPISODE: "environments reply otherwise here: use the same versions of the task packages",
     Rejection.REWARD_MISMATCH: "rewards come out otherwise here: use the same versions of the task packages",
 }
 

@@ -4,6 +4,7 @@ The hashes in a checkpoint's manifest prove that its files belong together. They
 from somebody else or from another version.
 """
 
+import itertools
 import math
 from typing import Annotated, Any, Literal, Self
 
@@ -14,6 +15,7 @@ from swarm.engine.engine import End
 from swarm.errors import CheckpointError
 from swarm.tasks.task_source import INDEX_SPAN
 from swarm.training.policy_loss import BOUNDS
+from swarm.types import Role
 
 _TWISTER_WORDS = 624
 _SHOWN_CHARS = 60
@@ -50,6 +52,7 @@ Generator = Annotated[list[Any], AfterValidator(_generator)]
 Segments = list[Annotated[tuple[Count, Count], Strict(False)]]
 Ref = Annotated[tuple[str, str, Count, Index], Strict(False)]
 Answer = Annotated[tuple[list[Count], list[LogProb], list[LogProb], End], Strict(False)]
+EpisodeTurn = Annotated[tuple[str, str, Role, Count, Count], Strict(False)]
 Belief = Annotated[tuple[Positive, Positive, Positive], Strict(False)]
 Pair = Annotated[tuple[float, float], Strict(False)]
 OwnStretch = Annotated[tuple[Annotated[int, Field(ge=1, lt=2**31)], float], Strict(False)]
@@ -101,9 +104,13 @@ class _Rollout(_Part):
     reward: Reward
     signals: list[Annotated[tuple[str, float], Strict(False)]]
     segments: Segments
+    turns: list[EpisodeTurn] = []
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        places = [place for *_, start, stop in self.turns for place in (start, stop)]
+        if any(before >= after for before, after in itertools.pairwise([0, *places, len(self.token_ids)])):
+            raise ValueError("the turns of an episode must follow one another")
         num_tokens = sum(num for _, num in self.segments)
         if len(self.token_ids) != len(self.logprobs) or num_tokens not in (0, len(self.token_ids)):
             raise ValueError("every token of an answer must have its log-prob, and a policy version or none")

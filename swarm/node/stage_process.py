@@ -13,9 +13,9 @@ import time
 from typing import TYPE_CHECKING
 
 from swarm.config import Config, NetworkSection
-from swarm.config.node_folder import NodeFolder
 from swarm.errors import ConfigError
 from swarm.machine.memory import keep_heaps_small
+from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import close_to_others
 from swarm.machine.stop_signals import obey_stop_signals
 from swarm.network.commands.envelope import CommandChannel

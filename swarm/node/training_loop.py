@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config
-from swarm.config.node_folder import NodeFolder
 from swarm.errors import CheckpointError
+from swarm.machine.node_folder import NodeFolder
 from swarm.node.controls import NodeControls
 from swarm.node.learner import Learner
 from swarm.node.report import NodeReport
@@ -60,6 +60,7 @@ class TrainingRun:
         """Train until a setting ends it or a stop is asked for. Raises what ended it otherwise."""
         learner = self.learner
         if learner.round == 0 and not self._controls.has_ended:
+            self._warm_start()
             self._evaluate("start")
         self._report.phase = "learning"
         while not self._controls.has_ended and not self._why_done():
@@ -68,7 +69,8 @@ class TrainingRun:
             if not self._controls.has_ended:
                 self._round()
         self._begin("writing the last checkpoint", _CHECKPOINT_LIMIT_S)
-        learner.save(self._store)
+        if learner.round or not self._config.warm_start.steps:  # else it may have ended in the middle of its warm start
+            learner.save(self._store)
         done = self._why_done()
         if done and not self._controls.has_ended:
             self._final_merge()
@@ -77,6 +79,14 @@ class TrainingRun:
         self._report.record({"kind": "end", "reason": done or "interrupted", "round": learner.round})
         self._report.phase = "ended"
         self._begin("nothing", None)
+
+    def _warm_start(self) -> None:
+        """Take the supervised steps before the first round. A node that ends in the middle takes all of them again."""
+        start = self._config.warm_start
+        if start.steps or start.adapter is not None or start.adapter_hub:
+            self._report.phase = "warm start"
+            self._begin("the warm start", None)
+            self.learner.warm_start(lambda: self._controls.has_ended)
 
     def _round(self) -> None:
         learner = self.learner

@@ -1,7 +1,7 @@
 """The lineage of a policy: hashes that tell which nodes can use each other's rollouts and adapters.
 
     policy    = H(contents of the base's weight files, settings in its other files that affect them, tokenizer,
-                  adapter: rank, alpha, layers and their shapes, A seed)
+                  adapter: rank, alpha, layers and their shapes, A seed, warm start)
     tokenizer = H(vocabulary, special tokens, chat template)
 
 The same weights make another policy with another activation, rotary base or rule for splitting text. All of `config.json`
@@ -36,16 +36,24 @@ _OF_EACH_CALL = frozenset({"version", "truncation", "padding"})
 
 
 def compute_lineage(
-    folder: Path, tokenizer: Any, lora: LoraSection, adapted: Iterable[tuple[str, int, int]], cache: Path | None
+    folder: Path,
+    tokenizer: Any,
+    lora: LoraSection,
+    adapted: Iterable[tuple[str, int, int]],
+    *,
+    cache: Path | None,
+    start: str = "",
 ) -> Lineage:
     """Compute the lineage of the base in `folder` with an adapter on the layers `adapted`: (name, inputs, outputs).
+
+    `start` says what the adapter began with before RL; empty for a fresh one.
 
     `cache` is a JSON file of hashes of large weight files by path, size and times. One of these is the system's time of the
     last change, which nobody can set, so the cache of a foreign folder says nothing about files here. Raises PolicyError
     for unreadable weights and settings.
     """
     tokenizer_hash, weights = _digest(_tokenizer_facts(tokenizer)), hash_weights(folder, cache)
-    adapter = [lora.rank, float(lora.alpha), lora.init_seed, sorted(adapted)]
+    adapter = [lora.rank, float(lora.alpha), lora.init_seed, sorted(adapted), *([start] if start else [])]
     policy_hash = _digest(["policy-v2", weights, _file_facts(folder), tokenizer_hash, adapter])
     earlier_hash = _digest(["policy-v1", weights, tokenizer_hash, adapter])
     return Lineage(policy=policy_hash[:32], tokenizer=tokenizer_hash[:32], earlier=earlier_hash[:32])

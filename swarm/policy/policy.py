@@ -26,7 +26,7 @@ from swarm.policy.lora import adapter_shape, attach_adapter, check_adapter_runs
 from swarm.policy.micro_batch_size import DEFAULT_TOKENS, TokenSequence
 from swarm.policy.prompts.prompt_encoder import PromptEncoder, encoded, surviving_panics
 from swarm.policy.quiet import quiet_libraries
-from swarm.types import PLAIN, Lineage, PromptContext
+from swarm.types import PLAIN, Lineage, PromptContext, Role
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,10 @@ class TextPolicy(ABC):
         """
         return self.prompts.encode(text, context)
 
+    def encode_reply(self, text: str, role: Role, context: PromptContext = PLAIN, *, after_eos: bool) -> list[int]:
+        """Return the token ids of an environment's reply; see `PromptEncoder.encode_reply`."""
+        return self.prompts.encode_reply(text, role, context, after_eos=after_eos)
+
     def encode_answer(self, text: str) -> list[int]:
         """Return token ids of an answer's text without EOS, which belongs to it only if the answer was finished.
 
@@ -126,8 +130,10 @@ class Policy(TextPolicy):
             )
 
 
-def load_policy(config: PolicySection, *, device: str = "auto", hash_cache: Path | None = None) -> Policy:
-    """Load base and tokenizer, attach a fresh adapter, and compute the lineage.
+def load_policy(
+    config: PolicySection, *, device: str = "auto", hash_cache: Path | None = None, start: str = ""
+) -> Policy:
+    """Load base and tokenizer, attach a fresh adapter, and compute the lineage, of which `start` is a part.
 
     `hash_cache` is a JSON file that saves hashing unchanged weight files again. Torch's random state stays as it was.
     Raises PolicyError (missing, incompatible or damaged base; unknown layer; no network) and MemoryBudgetError.
@@ -143,7 +149,9 @@ def load_policy(config: PolicySection, *, device: str = "auto", hash_cache: Path
         eos_ids = eos_token_ids(base, tokenizer)
         model = attach_adapter(base, config.lora).eval()
         check_adapter_runs(model)
-    lineage = compute_lineage(folder, tokenizer, config.lora, adapted=adapter_shape(model), cache=hash_cache)
+    lineage = compute_lineage(
+        folder, tokenizer, config.lora, adapted=adapter_shape(model), cache=hash_cache, start=start
+    )
     policy = Policy(
         model=model, tokenizer=tokenizer, config=config, device=target, dtype=dtype, lineage=lineage,
         base_folder=folder, eos_token_ids=eos_ids, vocab_size=model.get_input_embeddings().num_embeddings,

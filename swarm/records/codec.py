@@ -38,14 +38,17 @@ from swarm.records.signing import (
 )
 from swarm.types import (
     BEACON_BYTES,
+    MAX_TURNS,
     USUAL_ANSWER_TOKENS,
     GroupSummary,
     Header,
     Lineage,
+    Role,
     Rollout,
     RolloutGroup,
     SignedRecord,
     TaskRef,
+    Turn,
     is_list,
 )
 
@@ -114,6 +117,8 @@ MAX_UNPACKED_BODY_BYTES = 8 << 20
 """Largest body after decompression."""
 _MAX_BODY_FRAMING_BYTES = 64 << 10
 """Bytes of an unpacked body besides texts, token ids and log-probs: 26 per rollout, and some per group."""
+_TURN_FRAMING_BYTES = 24
+"""Bytes of one turn of an episode besides its texts."""
 MAX_GROUPS_PER_BODY = 12
 MAX_TEXT_CHARS = MAX_ANSWER_TOKENS * _CHARS_PER_ANSWER_TOKEN
 """Longest text of an answer, where its header announces the longest answers; `max_text_chars` for others."""
@@ -139,7 +144,7 @@ def needed_answer_tokens(groups: Sequence[RolloutGroup], body_bytes: int) -> int
     """Return the `max_answer_tokens` of the header of a body: the least by which tokens, texts and body are allowed."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     num_tokens = max((len(rollout.token_ids) for rollout in rollouts), default=0)
-    num_chars = max((len(rollout.text) for rollout in rollouts), default=0)
+    num_chars = max((rollout.num_chars for rollout in rollouts), default=0)
     by_size = max(-(-num_chars // _CHARS_PER_ANSWER_TOKEN), -(-body_bytes // _BODY_BYTES_PER_ANSWER_TOKEN))
     return max(num_tokens, by_size, USUAL_ANSWER_TOKENS)
 
@@ -295,13 +300,14 @@ def fits_into_body(groups: Sequence[RolloutGroup]) -> bool:
     """Whether any reader accepts this many groups, rollouts, tokens and characters. `needed_answer_tokens` says which one."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-    num_chars = sum(len(rollout.text) for rollout in rollouts)
-    most_bytes = 6 * num_tokens + 4 * num_chars + _MAX_BODY_FRAMING_BYTES  # uint32 and float16; UTF-8
+    num_chars = sum(rollout.num_chars for rollout in rollouts)
+    num_turns = sum(len(rollout.turns) for rollout in rollouts)
+    most_bytes = 6 * num_tokens + 4 * num_chars + _MAX_BODY_FRAMING_BYTES + _TURN_FRAMING_BYTES * num_turns
     return (
         len(groups) <= MAX_GROUPS_PER_BODY
         and len(rollouts) <= MAX_ROLLOUTS_PER_BODY
         and num_tokens <= MAX_TOKENS_PER_BODY
-        and all(len(rollout.text) <= MAX_TEXT_CHARS for rollout in rollouts)
+        and all(rollout.num_chars <= MAX_TEXT_CHARS for rollout in rollouts)
         and most_bytes <= MAX_UNPACKED_BODY_BYTES
     )
 
@@ -323,10 +329,15 @@ def _group_fields(group: RolloutGroup) -> list[Any]:
             np.clip(rollout.logprobs, -6e4, 0.0).astype("<f2").tobytes(),  # [T]; half precision, finite
             rollout.finished,
             rollout.reward,
+            *([[_turn_fields(turn) for turn in rollout.turns]] if rollout.turns else []),
         ]
         for rollout in group.rollouts
     ]
     return [*_ref_fields(group.task), bytes.fromhex(group.prompt_digest), rollouts]
+
+
+def _turn_fields(turn: Turn) -> list[Any]:
+    return [turn.text, turn.reply, turn.role == "tool", turn.start, turn.stop]
 
 
 def _summary(row: Any) -> GroupSummary:
@@ -348,7 +359,7 @@ def _group(reader: BodyReader, author: str, lineage: Lineage, policy_version: in
 
 
 def _rollout(reader: BodyReader) -> Rollout:
-    reader.array(5, 5)
+    num_fields = reader.array(5, 6)
     text = check_text(reader.item(), MAX_TEXT_CHARS)
     token_bytes, logprob_bytes = check_bytes(reader.item()), check_bytes(reader.item())
     finished, reward = check_bool(reader.item()), check_float(reader.item(), 0.0, 1.0)
@@ -366,7 +377,22 @@ def _rollout(reader: BodyReader) -> Rollout:
         logprobs=tuple(values.tolist()),
         finished=finished,
         reward=reward,
+        turns=_turns(reader, len(values)) if num_fields == 6 else (),
     )
+
+
+def _turns(reader: BodyReader, num_tokens: int) -> tuple[Turn, ...]:
+    """Read the turns of an episode, in which each answer and each reply has a token at least."""
+    turns: list[Turn] = []
+    stop = 0
+    for _ in range(reader.array(1, MAX_TURNS - 1)):
+        reader.array(5, 5)
+        text, reply = check_text(reader.item(), MAX_TEXT_CHARS), check_text(reader.item(), MAX_TEXT_CHARS)
+        role: Role = "tool" if check_bool(reader.item()) else "user"
+        start = check_int(reader.item(), stop + 1, num_tokens - 2)
+        stop = check_int(reader.item(), start + 1, num_tokens - 1)
+        turns.append(Turn(text, reply, role, start, stop))
+    return tuple(turns)
 
 
 def _ref(source: Any, digest: Any, seed: Any, index: Any) -> TaskRef:

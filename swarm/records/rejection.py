@@ -54,6 +54,8 @@ class Rejection(StrEnum):
     """Checking this author's answers takes more time or memory than one author gets."""
     STRANGERS_BUSY = "strangers_busy"
     """Checking the answers of all strangers takes more time than they get, which says nothing about the author."""
+    FORGED_EPISODE = "forged_episode"
+    """An environment replies otherwise to the episode's answers, or had ended before."""
     REWARD_MISMATCH = "reward_mismatch"
     """Claims another reward than the recomputed one."""
     COPIED = "copied"

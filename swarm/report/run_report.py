@@ -15,11 +15,11 @@ from typing import Any
 import tomli_w
 
 from swarm import __version__
-from swarm.config.node_folder import MAX_CONFIG_BYTES, NodeFolder
 from swarm.config.shareable import shareable
 from swarm.dashboard.series import METRICS, MergeLog, Series
 from swarm.dashboard.shown import WORDS, shown, shown_text
 from swarm.errors import ConfigError, NodeNotRunningError
+from swarm.machine.node_folder import MAX_CONFIG_BYTES, NodeFolder
 from swarm.machine.safe_files import SHARED, read_file, read_json, replace_file
 from swarm.records.identity import peer_name
 from swarm.report.live_table import NodeView

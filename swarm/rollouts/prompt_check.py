@@ -35,6 +35,8 @@ def check_prompts(
     """
     sections = [one for one in config.tasks.sources if one.source_name in mixture.sources]
     prompts.prepare(prompt_context(section) for section in sections)
+    prompts.prepare_replies(mixture.contexts[name] for name in mixture.episodic)
+    _check_episodes(config, mixture)
     for section in sections:
         _check_texts(section, prompts)
     positions = max_positions(base_folder)
@@ -54,6 +56,17 @@ def check_prompts(
                 f"tokens of a prompt of {one.source} and rollouts.max_new_tokens = {config.rollouts.max_new_tokens}; lower it"
             )
     return rendered
+
+
+def _check_episodes(config: Config, mixture: TaskMixture) -> None:
+    """Raise ConfigError for settings that only work where one answer is all."""
+    rollouts = config.rollouts
+    settings = {"rollouts.prune = true": rollouts.prune, "rollouts.over_provision": rollouts.over_provision > 1}
+    if mixture.episodic and (chosen := [name for name, is_on in settings.items() if is_on]):
+        raise ConfigError(
+            f"{chosen[0]} works for tasks of one answer, got environments {', '.join(mixture.episodic)}; remove the setting, "
+            "or those sources"
+        )
 
 
 def _check_texts(section: TaskSourceSection, prompts: PromptEncoder) -> None:

@@ -1,22 +1,26 @@
 """Samples and scores one group of answers per task.
 
 task ─▶ prompt ─▶ token ids ─▶ engine ─▶ text ─▶ verifier ─▶ RolloutGroup
-     too long: counted                   raises: group dropped, counted
+     too long: counted            ▲  │         raises: group dropped, counted
+                            replies  answers   of tasks with an environment
+                                  │  ▼
+                             `EpisodeRunner`
 """
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.config import RolloutsSection
-from swarm.engine.engine import AnswerRequest, Completion, Engine, PruningEngine, ResumingEngine
+from swarm.engine.engine import AnswerRequest, Completion, Engine, PruningEngine, ResumingEngine, converse
 from swarm.engine.pruning import AnswerKey, PruneCall, Pruning
 from swarm.engine.sampling import Sampling
 from swarm.policy.policy import TextPolicy
+from swarm.rollouts.episode_runner import EpisodeRunner
 from swarm.rollouts.open_group import OpenGroup, Segment
-from swarm.tasks.task_mixture import assess, score
-from swarm.tasks.task_source import TaskFailure, prompt_digest
+from swarm.tasks.task_source import TaskFailure, assess, prompt_digest
 from swarm.types import Rollout, RolloutGroup, Task
 
 logger = logging.getLogger(__name__)
@@ -137,13 +141,14 @@ class RolloutWorker:
         too_long = Counter(task.ref.source for task, prompt in encoded if not self._fits(prompt))
         requests = [self._request(prompt, size) for (_, prompt), size in zip(kept, kept_sizes, strict=True)]
         call = None if self._pruning is None else self._pruning.begin(kept_sizes, seed)
-        answers = self._generate(requests, seed, call)
-        answered = [
-            (task, [c for c in completions if c.end != "pruned"], self._policy.version)
-            for (task, _), completions in zip(kept, answers, strict=True)
-        ]
-        num_tokens = sum(len(completion.token_ids) for completions in answers for completion in completions)
-        batch = self._batch(tasks, answered, too_long, num_tokens)
+        with self._runner([task for task, _ in kept], requests) as runner:
+            answers = self._generate(requests, self._sampling, seed, call, runner)
+            answered = [
+                _Answered(task, [c for c in completions if c.end != "pruned"], self._policy.version, request)
+                for request, ((task, _), completions) in enumerate(zip(kept, answers, strict=True))
+            ]
+            num_tokens = sum(len(completion.token_ids) for completions in answers for completion in completions)
+            batch = self._batch(tasks, answered, too_long, num_tokens - runner.num_reply_tokens, runner)
         if self._pruning is None or call is None:
             return batch
         rewards = _rewards([task for task, _ in kept], answers, batch.groups)
@@ -170,7 +175,7 @@ class RolloutWorker:
         now = [group.continued(a, version) for (group, _), a in zip(kept, answers, strict=True)]
         complete = [group for group in now if group.is_complete]
         num_tokens = sum(num for group in now for known in group.segments for v, num in known[-1:] if v == version)
-        answered = [(group.task, group.answers, group.oldest_version) for group in complete]
+        answered = [_Answered(group.task, group.answers, group.oldest_version) for group in complete]
         batch = self._batch([group.task for group in complete], answered, too_long, num_tokens)
         num_stale = sum(group.num_tokens_before(version) for group in complete)
         segments = {group.task.ref: group.segments for group in complete}
@@ -184,46 +189,62 @@ class RolloutWorker:
         rewards: dict[str, list[float]] = {}
         encoded = [(task, self._policy.encode_prompt(task.prompt, task.context)) for task in tasks]
         kept = [(task, prompt) for task, prompt in encoded if self._fits(prompt)]
-        answers = self._engine.generate(
-            [self._request(prompt, 1) for _, prompt in kept],
-            Sampling(temperature=temperature),
-            seed=seed,
-            stop=self._config.stop,
-        )
-        for (task, _), (completion,) in zip(kept, answers, strict=True):
-            try:
-                reward = score(task, self._policy.decode(completion.token_ids), len(completion.token_ids))
-            except TaskFailure as failure:
-                logger.debug("left a task of %s out of the evaluation: %s", task.ref.source, failure)
-                continue
-            rewards.setdefault(task.ref.source, []).append(reward)
+        requests = [self._request(prompt, 1) for _, prompt in kept]
+        with self._runner([task for task, _ in kept], requests) as runner:
+            answers = self._generate(requests, Sampling(temperature=temperature), seed, None, runner)
+            for request, ((task, _), completions) in enumerate(zip(kept, answers, strict=True)):
+                try:
+                    (rollout,) = self._rollouts(_Answered(task, completions, self._policy.version, request), runner)
+                except TaskFailure as failure:
+                    logger.debug("left a task of %s out of the evaluation: %s", task.ref.source, failure)
+                    continue
+                rewards.setdefault(task.ref.source, []).append(rollout.reward)
         return rewards
 
-    def _generate(self, requests: Sequence[AnswerRequest], seed: int, call: PruneCall | None) -> list[list[Completion]]:
+    def _runner(self, tasks: Sequence[Task], requests: Sequence[AnswerRequest]) -> EpisodeRunner:
+        return EpisodeRunner(self._policy, tasks, requests, self._config.environment_threads)
+
+    def _generate(
+        self,
+        requests: Sequence[AnswerRequest],
+        sampling: Sampling,
+        seed: int,
+        call: PruneCall | None,
+        runner: EpisodeRunner,
+    ) -> list[list[Completion]]:
         stop = self._config.stop
-        if call is None:
-            return self._engine.generate(requests, self._sampling, seed=seed, stop=stop)
-        assert isinstance(self._engine, PruningEngine), "checked by make_engine"
-        return self._engine.generate_and_prune(requests, self._sampling, call, seed=seed, stop=stop)
+        if call is not None:
+            assert isinstance(self._engine, PruningEngine), "checked by make_engine"
+            return self._engine.generate_and_prune(requests, sampling, call, seed=seed, stop=stop)
+        if runner.has_episodes:
+            return converse(self._engine, requests, sampling, runner, seed=seed, stop=stop)
+        return self._engine.generate(requests, sampling, seed=seed, stop=stop)
 
     def _batch(
         self,
         tasks: Sequence[Task],
-        answered: Sequence[tuple[Task, Sequence[Completion], int]],
+        answered: Sequence["_Answered"],
         too_long: Counter[str],
         num_tokens: int,
+        runner: EpisodeRunner | None = None,
     ) -> RolloutBatch:
         """Score the answers to each task, sampled by this policy version and later ones."""
         groups: list[RolloutGroup] = []
         likelihoods: list[tuple[float, ...]] = []
         failures: Counter[str] = Counter()
-        for task, completions, policy_version in answered:
+        for one in answered:
+            source = one.task.ref.source
             try:
-                groups.append(self._group(task, completions, policy_version))
-                likelihoods += [tuple(completion.policy_logprobs) for completion in completions]
+                rollouts = self._rollouts(one, runner)
             except TaskFailure as failure:
-                failures[task.ref.source] += 1
-                logger.debug("dropped a group of %s: %s", task.ref.source, failure)
+                failures[source] += 1
+                logger.debug("dropped a group of %s: %s", source, failure)
+                continue
+            groups.append(self._group(one, rollouts))
+            likelihoods += [
+                tuple(itertools.compress(completion.policy_logprobs, rollout.written))
+                for rollout, completion in zip(rollouts, one.completions, strict=True)
+            ]
         return RolloutBatch(list(tasks), groups, dict(failures), dict(too_long), likelihoods, num_tokens)
 
     def _request(self, prompt: Sequence[int], num_answers: int, begun: tuple[Completion, ...] = ()) -> AnswerRequest:
@@ -232,21 +253,39 @@ class RolloutWorker:
     def _fits(self, prompt: Sequence[int]) -> bool:
         return 0 < len(prompt) <= self._policy.config.max_prompt_tokens
 
-    def _group(self, task: Task, completions: Sequence[Completion], policy_version: int) -> RolloutGroup:
+    def _rollouts(self, answered: "_Answered", runner: EpisodeRunner | None) -> list[Rollout]:
+        """Score the answers to a task. Raises TaskFailure."""
+        task = answered.task
+        if task.begin is not None and runner is not None:
+            return runner.rollouts(answered.request, answered.completions)
         rollouts: list[Rollout] = []
-        for completion in completions:
+        for completion in answered.completions:
             text = self._policy.decode(completion.token_ids)
             worth = assess(task, text, len(completion.token_ids))
             rollout = Rollout(text, completion.token_ids, completion.logprobs, completion.finished, worth.reward)
             rollouts.append(replace(rollout, signals=worth.signals))
+        return rollouts
+
+    def _group(self, answered: "_Answered", rollouts: Sequence[Rollout]) -> RolloutGroup:
         return RolloutGroup(
-            task=task.ref,
-            prompt_digest=prompt_digest(task.prompt),
+            task=answered.task.ref,
+            prompt_digest=prompt_digest(answered.task.prompt),
             rollouts=tuple(rollouts),
             author=self._author,
             lineage=self._policy.lineage,
-            policy_version=policy_version,
+            policy_version=answered.policy_version,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """The answers to one task."""
+
+    task: Task
+    completions: Sequence[Completion]
+    policy_version: int
+    request: int = 0
+    """Index of its request, where the task has an environment."""
 
 
 def _rewards(

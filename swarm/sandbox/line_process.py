@@ -32,6 +32,7 @@ _HOME = str(Path(__file__).parents[2])
 _INHERITED_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "SYSTEMROOT")
 """Where the system's libraries are. Nothing else is passed on, since operators keep secrets in the environment."""
 _SET_VARIABLES = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
     "LC_ALL": "C.UTF-8",

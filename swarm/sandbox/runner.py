@@ -31,6 +31,8 @@ _ISOLATED = ("-s", "-P", "-S")
 """As -I -S, except that the environment counts: it is `_ENVIRONMENT` and nothing of the node's."""
 _ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """Sets have the same order on every node."""
+SURE_FRACTION = 0.25
+"""Share of the processor time within which a program must end by itself, so that slower machines find the same."""
 _GRACE_S = 5.0
 """Added to the program's wall time, for starting a process on a busy machine and for the launcher's own end."""
 _MAX_REPORT_BYTES = 4096
@@ -107,23 +109,29 @@ class Sandbox:
         Raises SandboxError where the sandbox fails; whatever the code does is a result.
         """
         limits = self._limits
-        request = {
-            "code": code, "entry": entry, "inputs": inputs,
-            "limits": asdict(limits), "use_namespaces": self._use_namespaces, "node": os.getpid(),
-        }  # fmt: skip
-        with self._launcher() as process:
+        request = {"code": code, "entry": entry, "inputs": inputs, "limits": asdict(limits)}
+        return self.exchange(request, limits.wall_s, limits.output_bytes, use_namespaces=self._use_namespaces)
+
+    @classmethod
+    def exchange(
+        cls, request: dict[str, Any], wall_s: float, output_bytes: int, *, use_namespaces: bool = True
+    ) -> RunResult:
+        """Start a launcher with this request, and read what comes back, at most so much and so long. Raises SandboxError."""
+        request = {**request, "use_namespaces": use_namespaces, "node": os.getpid()}
+        with cls._launcher(use_namespaces=use_namespaces) as process:
             try:
-                output, report = _exchange(process, json.dumps(request).encode(), limits)
+                output, report = _exchange(process, json.dumps(request).encode(), wall_s, output_bytes)
             finally:
                 _kill(process)
-        return _result(output, report, limits.output_bytes)
+        return _result(output, report, output_bytes)
 
-    def _launcher(self) -> "subprocess.Popen[bytes]":
+    @staticmethod
+    def _launcher(*, use_namespaces: bool) -> "subprocess.Popen[bytes]":
         """Start the launcher. With namespaces both folders that it reads are named by open files, which reveal no paths."""
         folders = {name: str(path) for name, path in (("package", _HOME), ("python", sys.base_prefix))}
         handles: dict[str, int] = {}
         try:
-            if self._use_namespaces and sys.platform == "linux":
+            if use_namespaces and sys.platform == "linux":
                 handles = {name: os.open(path, os.O_PATH) for name, path in folders.items()}
                 folders = {name: f"/proc/self/fd/{handle}" for name, handle in handles.items()}
             return subprocess.Popen(
@@ -144,11 +152,13 @@ class Sandbox:
                 os.close(handle)
 
 
-def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: RunLimits) -> tuple[bytes, bytes]:
+def _exchange(
+    process: subprocess.Popen[bytes], request: bytes, wall_s: float, output_bytes: int
+) -> tuple[bytes, bytes]:
     """Write the request and read both streams to their ends, or to their limits in bytes and time."""
     assert process.stdin and process.stdout and process.stderr, "all three are pipes"
-    deadline = time.monotonic() + limits.wall_s + _GRACE_S
-    room = {process.stdout: limits.output_bytes + 1, process.stderr: _MAX_REPORT_BYTES}
+    deadline = time.monotonic() + wall_s + _GRACE_S
+    room = {process.stdout: output_bytes + 1, process.stderr: _MAX_REPORT_BYTES}
     read: dict[Any, bytearray] = {stream: bytearray() for stream in room}
     unsent = memoryview(request)
     with selectors.DefaultSelector() as selector:
@@ -169,7 +179,7 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: RunLimit
                 if is_done:
                     selector.unregister(stream)
                     stream.close()
-            if len(read[process.stdout]) > limits.output_bytes:
+            if len(read[process.stdout]) > output_bytes:
                 break
     return bytes(read[process.stdout]), bytes(read[process.stderr])
 

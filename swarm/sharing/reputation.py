@@ -69,6 +69,7 @@ _PROVEN = frozenset(
         Rejection.HEADER_MISMATCH,
         Rejection.TOKENS,
         Rejection.LOGPROBS,
+        Rejection.FORGED_EPISODE,
         Rejection.REWARD_MISMATCH,
         Rejection.COPIED,
     }

@@ -26,8 +26,8 @@ from collections import ChainMap, Counter
 from collections.abc import Callable, Collection
 
 from swarm.config import Config
-from swarm.config.node_folder import NodeFolder
 from swarm.errors import RequestError, SiloError
+from swarm.machine.node_folder import NodeFolder
 from swarm.network.index_entry import UNSIGNED, IndexValidator, Validity, check_entry
 from swarm.network.make_transport import make_transport
 from swarm.network.transport import (

@@ -1,9 +1,13 @@
-"""Code tasks ask for a function, which the sandbox runs on inputs whose expected results only the node knows.
+"""Code tasks ask for a function or a program, which the sandbox runs on inputs whose expected results only the node knows.
 
 Without a path the functions are made up (`list_functions`): a chain of steps over a list of integers, drawn from a seed. Each
 step is a function, for the expected results, and source text, for a right answer. A file has one line per task:
 
     {"prompt": "...", "entry": "add", "tests": [{"args": [1, 2], "expected": 3}, ...], "answer": "def add(a, b): ..."}
+
+With a language (Agnostics, 2508.04865) its lines ask for whole programs, which read text and write text:
+
+    {"prompt": "...", "tests": [{"stdin": "1 2\\n", "stdout": "3\\n"}, ...], "answer": "..."}
 
 `answer` is optional. As with JSONL tasks every tenth line is held out, and the config digest is a hash of the file's content.
 
@@ -22,19 +26,22 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from swarm.config import Section, TaskSourceSection, TasksSection
+from swarm.config import LANGUAGE, Section, TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.extensions.registry import Isolation, first_mistake, valid_parameters
 from swarm.machine.safe_files import parse_json_text
-from swarm.sandbox.runner import RunLimits, Sandbox, SandboxError
+from swarm.sandbox.program_runner import COMPILER, LANGUAGES, ProgramRun, ProgramRunner
+from swarm.sandbox.runner import SURE_FRACTION, RunLimits, Sandbox, SandboxError
 from swarm.tasks.jsonl_source import held_out_and_training, numbered_lines, shuffled_position
 from swarm.tasks.prompted_source import PROMPT, PromptTemplate
 from swarm.tasks.task_source import CORRECT, EVALUATION_SEED, INDEX_SPAN, MAX_TEXT_CHARS, TaskFailure
 from swarm.types import Task, TaskRef
+
+S = TypeVar("S", bound=Section)
 
 ENTRY = "solve"
 _MAX_ITEMS = 8
@@ -50,8 +57,9 @@ class CodeProblem:
 
     prompt: str
     entry: str
-    tests: tuple[tuple[list[Any], Any], ...]
-    """(arguments, expected result)"""
+    """Name of the function; empty for a program."""
+    tests: tuple[tuple[Any, Any], ...]
+    """(arguments, expected result), or (input, expected output) of a program."""
     answer: str
     """Source text of a right answer; empty where none is known."""
 
@@ -119,7 +127,6 @@ def _apply(chain: list[tuple[_Step, int]], xs: list[int]) -> Any:
 
 MAX_CODE_CHARS = 16_384
 """Longer code is wrong."""
-SURE_FRACTION = 0.25
 _MAX_KNOWN = 4096
 _RELATIVE_TOLERANCE = 1e-6
 _FENCE = "```"
@@ -137,7 +144,7 @@ class CodeVerifier:
 
     def verify(self, problem: CodeProblem, text: str) -> dict[str, float]:
         """`tests`: share of the tests passed; `correct`: 1 if all are. Raises TaskFailure where another machine may differ."""
-        code = code_of(text)
+        code = self._code_of(text)
         if len(code) > MAX_CODE_CHARS or problem.entry not in code:
             return _signals(0.0)
         key = hashlib.sha256(json.dumps([problem.entry, problem.tests, code]).encode()).digest()
@@ -150,6 +157,9 @@ class CodeVerifier:
                 if len(self._known) > _MAX_KNOWN:
                     self._known.popitem(last=False)
         return _signals(share)
+
+    def _code_of(self, text: str) -> str:
+        return code_of(text)
 
     def _share_passed(self, problem: CodeProblem, code: str) -> float:
         try:
@@ -170,14 +180,57 @@ class CodeVerifier:
         return sum(passed) / len(passed)
 
 
-def code_of(text: str) -> str:
-    """The last block between fences, else the whole text."""
+class ProgramVerifier(CodeVerifier):
+    """The verifier of a source of programs in one language. Lines of outputs are equal where their words are."""
+
+    def __init__(self, source: str, runner: ProgramRunner, limits: RunLimits) -> None:
+        super().__init__(source, Sandbox(limits), limits)
+        self._runner = runner
+
+    def _code_of(self, text: str) -> str:
+        return code_of(text, is_python=False)
+
+    def _share_passed(self, problem: CodeProblem, code: str) -> float:
+        try:
+            result = self._runner.run(code, [text for text, _ in problem.tests])
+        except SandboxError as error:
+            raise TaskFailure(self._source, f"sandbox: {error}") from None
+        if result.compiled is not None:
+            self._check_sure(result.compiled, COMPILER.cpu_s, "the compiler")
+            if result.compiled.end != "exit" or result.compiled.code:
+                return 0.0
+        passed = 0
+        for run, (_, expected) in zip(result.runs, problem.tests, strict=False):  # none after one that was stopped
+            self._check_sure(run, self._limits.cpu_s, "the program")
+            passed += run.end == "exit" and run.code == 0 and _has_lines(expected, run.output)
+        return passed / len(problem.tests)
+
+    def _check_sure(self, run: ProgramRun, limit_s: float, what: str) -> None:
+        """Raises TaskFailure where another machine may find something else."""
+        if run.end == "wall":
+            raise TaskFailure(self._source, f"{what} had not ended in its time")
+        sure_s = SURE_FRACTION * limit_s
+        if run.end != "limit" and run.cpu_s > sure_s:
+            raise TaskFailure(self._source, f"{what} took {run.cpu_s:.2f} s; only up to {sure_s:g} s is sure")
+
+
+def _has_lines(expected: str, output: bytes) -> bool:
+    return _words_by_line(expected) == _words_by_line(output.decode(errors="replace"))
+
+
+def _words_by_line(text: str) -> list[list[str]]:
+    return [line.split() for line in text.rstrip().split("\n")]
+
+
+def code_of(text: str, *, is_python: bool = True) -> str:
+    """The last block between fences, else the whole text. The word behind a fence names the language, such as `c++`."""
     parts = text.split(_FENCE)
     if len(parts) < 3:
         return text
     block = parts[len(parts) - 2 - (len(parts) + 1) % 2]  # of an odd number of fences the last one is left open
     first, newline, rest = block.partition("\n")
-    return rest if newline and first.strip().isalnum() else block
+    is_name = first.strip().isalnum() or (not is_python and len(first.split()) <= 1)
+    return rest if newline and is_name else block
 
 
 def _signals(share: float) -> dict[str, float]:
@@ -229,6 +282,8 @@ class CodeParameters(Section):
     """Steps of a made-up function."""
     num_tests: Annotated[int, Field(ge=2, le=32)] = 6
     """Tests of a made-up function."""
+    language: Annotated[str, Field(pattern=LANGUAGE)] | None = None
+    """Language of the programs that a file asks for, such as c. Unset: functions in Python."""
 
 
 class _Test(Section):
@@ -243,8 +298,19 @@ class _Line(Section):
     answer: str = ""
 
 
+class _ProgramTest(Section):
+    stdin: Annotated[str, Field(max_length=MAX_TEXT_CHARS)] = ""
+    stdout: Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
+
+
+class _ProgramLine(Section):
+    prompt: Annotated[str, Field(pattern=r"\S", max_length=MAX_TEXT_CHARS)]
+    tests: Annotated[tuple[_ProgramTest, ...], Field(min_length=1, max_length=32)]
+    answer: str = ""
+
+
 class CodeSource:
-    """A task source of made-up functions, or of the functions that one file describes."""
+    """A task source of made-up functions, or of the functions or programs that one file describes."""
 
     Parameters = CodeParameters
     isolation: ClassVar[Isolation] = Isolation.OWN_SANDBOX
@@ -256,23 +322,32 @@ class CodeSource:
         self._parameters = valid_parameters(
             CodeParameters, config.parameters, self.name, f"tasks.sources.parameters of {self.name!r}", TaskError
         )
-        self._template = PromptTemplate(config, {PROMPT, "entry"})
+        language = self._parameters.language
+        self._template = PromptTemplate(config, {PROMPT, "language" if language else "entry"})
         self._held_out: list[CodeProblem] = []
         self._training: list[CodeProblem] = []
         content = b""
         if config.path is not None:
             content, lines = numbered_lines(config.path)
-            problems = [_problem(text, where) for text, where in lines]
+            problems = [(_program if language else _problem)(text, where) for text, where in lines]
             self._held_out, self._training = held_out_and_training(problems, config.path)
         elif config.name != MADE_UP:
             raise TaskError(
                 f"a code source without a path must be {MADE_UP}, got {config.name!r}; set its path or name"
             )
-        facts = f"code:{config.name}:{self._parameters.model_dump_json()}:"
+        elif language:
+            raise TaskError(
+                f"programs in {language} need a file of tasks, got no path; set path of source {self.name!r}"
+            )
+        facts = f"code:{config.name}:{self._parameters.model_dump_json(exclude_none=True)}:"
         self.config_digest = hashlib.sha256(facts.encode() + content).hexdigest()[:16]
         cpu_s, memory_bytes = self._parameters.cpu_s, self._parameters.memory_mib << 20
         limits = RunLimits(cpu_s=cpu_s, wall_s=float(_WALL_PER_CPU * cpu_s), memory_bytes=memory_bytes)
-        self._verifier = CodeVerifier(self.name, _sandbox(limits, self.name, tasks.run_code_unsandboxed), limits)
+        if language:
+            self._verifier: CodeVerifier = ProgramVerifier(self.name, _runner(language, limits, tasks), limits)
+            self._try_out(language)
+        else:
+            self._verifier = CodeVerifier(self.name, _sandbox(limits, self.name, tasks.run_code_unsandboxed), limits)
 
     @property
     def num_held_out(self) -> int:
@@ -281,11 +356,30 @@ class CodeSource:
     def task(self, seed: int, index: int) -> Task:
         problem = self._problem(seed, index)
         ref = TaskRef(self.name, self.config_digest, seed, index)
-        prompt = self._template.render({PROMPT: problem.prompt, "entry": problem.entry})
+        fields = {PROMPT: problem.prompt, "entry": problem.entry, "language": self._parameters.language or ""}
+        prompt = self._template.render(fields)
         return Task(ref, prompt, partial(self._verifier.verify, problem))
 
     def answer(self, seed: int, index: int) -> str:
         return self._problem(seed, index).answer
+
+    def _try_out(self, language: str) -> None:
+        """Run one right answer, since a language that does not work here would find every author a liar. Raises TaskError."""
+        problem = next((one for one in [*self._held_out, *self._training] if one.answer), None)
+        if problem is None:
+            raise TaskError(
+                f"one line of a file of programs must have an answer, to see that {language} works here, got none in "
+                f"{self.name!r}; add it"
+            )
+        try:
+            share = self._verifier.verify(problem, problem.answer)["tests"]
+        except TaskFailure as failure:
+            raise TaskError(f"a right answer in {language} must be run here, got {failure}") from None
+        if share < 1:
+            raise TaskError(
+                f"the answer of the first line that has one must pass its tests, got {share:.0%} of them in {language} for "
+                f"{problem.prompt[:80]!r}; correct it, or check that {language} works here"
+            )
 
     def _problem(self, seed: int, index: int) -> CodeProblem:
         if not self._training:
@@ -307,12 +401,37 @@ def _sandbox(limits: RunLimits, name: str, may_be_unfenced: bool) -> Sandbox:
         ) from None
 
 
-def _problem(text: bytes, where: str) -> CodeProblem:
+def _runner(language: str, limits: RunLimits, tasks: TasksSection) -> ProgramRunner:
+    known = {**LANGUAGES, **tasks.languages}
+    if language not in known:
+        raise TaskError(
+            f"language must be one of {', '.join(sorted(known))}, got {language}; describe it in tasks.languages"
+        )
     try:
-        line = _Line.model_validate(parse_json_text(text))
+        Sandbox(RunLimits()).check()
+        return ProgramRunner(known[language], limits)
+    except SandboxError as error:
+        raise TaskError(
+            f"programs in {language} must run in a sandbox (Linux with user namespaces), got {error}; install what is missing, "
+            f"or set tasks.languages.{language}"
+        ) from None
+
+
+def _valid_line(section: type[S], text: bytes, where: str) -> S:
+    try:
+        return section.model_validate(parse_json_text(text))
     except ValueError as error:  # pydantic's are ValueErrors
         raise TaskError(
             f"a code task must be one JSON object, got {first_mistake(error)} in {where}; fix that line"
         ) from None
+
+
+def _program(text: bytes, where: str) -> CodeProblem:
+    line = _valid_line(_ProgramLine, text, where)
+    return CodeProblem(line.prompt, "", tuple((test.stdin, test.stdout) for test in line.tests), line.answer)
+
+
+def _problem(text: bytes, where: str) -> CodeProblem:
+    line = _valid_line(_Line, text, where)
     tests = tuple((test.args, test.expected) for test in line.tests)
     return CodeProblem(line.prompt, line.entry, tests, line.answer)

@@ -49,6 +49,16 @@ def final_answer(rule: FinalAnswerRule, text: str) -> str | None:
     return found if isinstance(rule, Whole) or (found and not found.isspace()) else None
 
 
+_FORMS = (("", ""), ("<answer>", "</answer>"), ("\\boxed{", "}"), ("</think>", ""))
+
+
+def written_by(rule: FinalAnswerRule, answer: str) -> str:
+    """A text in which the rule finds this answer; the answer alone where no usual form is found by it."""
+    own = (rule.marker, f"</{rule.marker[1:]}" if rule.marker.startswith("<") else "")
+    texts = [f"{before}{answer}{after}" for before, after in (*_FORMS, own)]
+    return next((text for text in texts if final_answer(rule, text) == answer.strip()), answer)
+
+
 class Whole:
     """The whole text."""
 

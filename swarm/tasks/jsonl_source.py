@@ -5,6 +5,7 @@ is held out for evaluation. Each training stream goes through the others in an o
 """
 
 import hashlib
+import logging
 import math
 import random
 from dataclasses import dataclass
@@ -17,16 +18,18 @@ from swarm.errors import TaskError
 from swarm.extensions.points import VERIFIERS
 from swarm.extensions.registry import Isolation
 from swarm.machine.safe_files import parse_json_text
+from swarm.tasks.data_sets.rows import suggested_columns
 from swarm.tasks.prompted_source import PROMPT, PromptTemplate
 from swarm.tasks.task_source import EVALUATION_SEED, TaskFailure
-from swarm.tasks.verifiers import Verifier
+from swarm.tasks.verifiers import checked_verifier, rules_of
 from swarm.types import Task, TaskRef
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RULES = "jsonl-2"
 """Changes whenever the verifiers judge an answer differently, so that nodes with other rules do not share these tasks."""
-_HELD_OUT_EVERY = 10
+HELD_OUT_EVERY = 10
 _MIN_LINES = 2
 
 
@@ -37,6 +40,8 @@ class Line:
     prompt: str
     answer: str
     verifier: str
+    facts: dict[str, Any]
+    """Its other fields, for reward functions."""
 
 
 class JsonlSource:
@@ -51,11 +56,14 @@ class JsonlSource:
         self.name = config.source_name
         content, numbered = numbered_lines(config.path)
         template = PromptTemplate(config, None)
-        lines = [_parse(text, where, config.verifier, template) for text, where in numbered]
+        lines = [_parse(text, where, config, template) for text, where in numbered]
         self._held_out, self._training = held_out_and_training(lines, config.path)
-        rules = "".join(f"{VERIFIERS.load(name).rules()}:" for name in sorted({line.verifier for line in lines}))
-        facts = f"{_RULES}:{config.verifier}:{rules.strip(':')}"
+        facts = f"{_RULES}:{config.verifier}:{rules_of(line.verifier for line in lines)}"
         self.config_digest = hashlib.sha256(facts.encode() + content).hexdigest()[:16]
+        logger.info(
+            "tasks of %s: %d lines for training, every tenth line held out (%d)",
+            self.name, len(self._training), len(self._held_out),
+        )  # fmt: skip
 
     @property
     def num_held_out(self) -> int:
@@ -64,7 +72,7 @@ class JsonlSource:
     def task(self, seed: int, index: int) -> Task:
         line = self._line(seed, index)
         verify = partial(VERIFIERS.load(line.verifier).score, line.answer)
-        return Task(TaskRef(self.name, self.config_digest, seed, index), line.prompt, verify)
+        return Task(TaskRef(self.name, self.config_digest, seed, index), line.prompt, verify, facts=line.facts)
 
     def answer(self, seed: int, index: int) -> str:
         return self._line(seed, index).answer
@@ -99,8 +107,8 @@ def held_out_and_training(lines: list[T], path: Path) -> tuple[list[T], list[T]]
     """Every tenth line is held out. Raises TaskError for a file that is too short."""
     if len(lines) < _MIN_LINES:
         raise TaskError(f"a JSONL source needs at least {_MIN_LINES} lines, got {len(lines)} in {path}; add tasks")
-    training = [line for position, line in enumerate(lines) if position % _HELD_OUT_EVERY]
-    return lines[::_HELD_OUT_EVERY], training
+    training = [line for position, line in enumerate(lines) if position % HELD_OUT_EVERY]
+    return lines[::HELD_OUT_EVERY], training
 
 
 def _read(path: Path) -> bytes:
@@ -112,37 +120,42 @@ def _read(path: Path) -> bytes:
         ) from None
 
 
-def _parse(text: bytes, where: str, default_verifier: str, template: PromptTemplate) -> Line:
+def _parse(text: bytes, where: str, config: TaskSourceSection, template: PromptTemplate) -> Line:
     try:
         data = parse_json_text(text)
     except ValueError as error:  # not UTF-8, not JSON, numbers or nesting beyond the parser's bounds
         raise TaskError(f"a line must be one JSON object in UTF-8, got {error} in {where}; fix that line") from None
     if not isinstance(data, dict):
         raise TaskError(f'a line must have a text "prompt", got none in {where}; fix that line')
+    _check_names(data, where, template)
     prompt = _prompt(data, where, template)
-    unknown = sorted(data.keys() - {PROMPT, "answer", "verifier", *template.names})
-    if unknown:
+    facts = {name: value for name, value in data.items() if name not in (PROMPT, "answer", "verifier")}
+    unknown = sorted(facts.keys() - template.names)
+    if unknown and not any(signal.function for signal in config.signals):  # a function may read them
         raise TaskError(
             f"a line must have prompt, answer, verifier and the fields that prompt_template names only, got {unknown} in "
             f"{where}; fix that line"
         )
-    answer, verifier = data.get("answer"), data.get("verifier", default_verifier)
+    answer, verifier = data.get("answer"), data.get("verifier", config.verifier)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise TaskError(f'a line must have an "answer" (text or number), got {answer!r} in {where}; fix that line')
-    if not isinstance(verifier, str) or not VERIFIERS.is_built_in(verifier):
-        known = ", ".join(VERIFIERS.names)
-        raise TaskError(f"verifier must be one of {known}, got {verifier!r} in {where}; fix that line")
-    chosen: Verifier = VERIFIERS.load(verifier)
-    if chosen.isolation is Isolation.PROCESS:
-        raise TaskError(
-            f"a verifier of a file must need no isolation or have its own, got {verifier}, which needs "
-            f"Isolation.{chosen.isolation.name}, in {where}; write a task source for it"
-        )
     try:
-        chosen.check(str(answer))
+        checked_verifier(verifier, str(answer))
     except ValueError as error:
         raise TaskError(f"{error} in {where}; fix that line") from None
-    return Line(prompt, str(answer), verifier)
+    return Line(prompt, str(answer), verifier, facts)
+
+
+def _check_names(data: dict[str, Any], where: str, template: PromptTemplate) -> None:
+    """Raise TaskError where other names than `prompt` and `answer` stand for them, with the mapping that fixes it."""
+    missing = [name for name in (PROMPT, "answer") if name not in data and name in {*template.names, "answer"}]
+    others = [name for name in data if name not in {PROMPT, "answer", "verifier", *template.names}]
+    if missing and others:
+        wanted = " and ".join('a text "prompt"' if name == PROMPT else 'an "answer"' for name in missing)
+        raise TaskError(
+            f'a line must have {wanted}, got {str(others)[:200]} in {where}; set kind = "dataset" and '
+            f"{suggested_columns(others, missing)} for this source, or rename them in the file"
+        )
 
 
 def _prompt(data: dict[str, Any], where: str, template: PromptTemplate) -> str:

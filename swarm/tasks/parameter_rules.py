@@ -25,8 +25,6 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _WORD = re.compile(r"[A-Za-z0-9_-]{1,32}|[-+*/.]")
 """A name or a single operator: no path of more than one part can be written with it, and no name of a file with a suffix."""
 _MAX_DEPTH = 2
-_NUM_GIVEN = 3
-"""Arguments of a reward function that the node gives it."""
 Declared = Mapping[str, tuple[Any, Any]]
 """{name: (type, default)}"""
 _OF_THE_NODE = frozenset({"seed", "size"})
@@ -54,10 +52,10 @@ def declared_by_class(config_class: type) -> Declared:
     }
 
 
-def declared_by_function(function: Callable[..., Any]) -> Declared:
-    """What a reward function declares after prompt, expected answer and answer."""
+def declared_by_function(function: Callable[..., Any], num_given: int = 3) -> Declared:
+    """What a reward function declares after the `num_given` arguments that the node gives it."""
     hints = get_type_hints(function)
-    named = list(inspect.signature(function).parameters.values())[_NUM_GIVEN:]
+    named = list(inspect.signature(function).parameters.values())[num_given:]
     return {
         one.name: (hints.get(one.name), one.default)
         for one in named

@@ -12,16 +12,17 @@ Text is only concatenated and searched, in time proportional to its length.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from swarm.config import TaskSourceFacts
 from swarm.errors import TaskError
-from swarm.extensions.points import TASK_SOURCES
-from swarm.tasks.final_answers import answer_rule, final_answer
+from swarm.extensions.points import TASK_SOURCES, TOOLS
+from swarm.tasks.environments.tool import described
+from swarm.tasks.final_answers import FinalAnswerRule, answer_rule, final_answer, written_by
 from swarm.tasks.task_source import CORRECT, MAX_TEXT_CHARS, TaskFailure, TaskSource
-from swarm.types import PromptContext, Task
+from swarm.types import Episode, PromptContext, Step, Task
 
 PROMPT = "prompt"
 """The field that every task has: the text that it asks without a template."""
@@ -81,7 +82,9 @@ class PromptTemplate:
 def prompt_context(config: TaskSourceFacts) -> PromptContext:
     """The context in which a source asks."""
     arguments = json.dumps(config.template_arguments, sort_keys=True) if config.template_arguments else ""
-    return PromptContext(config.system, tuple((one.prompt, one.answer) for one in config.examples), arguments)
+    told = [TOOLS.load(one.name) for one in config.tools if not one.marks]
+    tools = described(told) if told else ""
+    return PromptContext(config.system, tuple((one.prompt, one.answer) for one in config.examples), arguments, tools)
 
 
 def verifier_signals(kind: str) -> tuple[str, ...]:
@@ -113,14 +116,42 @@ class PromptedSource:
     def num_held_out(self) -> int:
         return self._source.num_held_out
 
+    @property
+    def max_turns(self) -> int:
+        return getattr(self._source, "max_turns", 1)
+
     def task(self, seed: int, index: int) -> Task:
         task = self._source.task(seed, index)
         ref = replace(task.ref, config_digest=self.config_digest)
-        return replace(task, ref=ref, verify=partial(self._verify, task.verify), context=self._context)
+        begin = None if task.begin is None else partial(_AnsweredEpisode, task.begin, self._rule)
+        verify = partial(self._verify, task.verify)
+        return replace(task, ref=ref, verify=verify, context=self._around(task.context), begin=begin)
+
+    def _around(self, of_task: PromptContext) -> PromptContext:
+        """The context of the settings, with what the conversations of a data set all begin with."""
+        own = self._context
+        return replace(own, system=own.system or of_task.system, examples=own.examples + of_task.examples)
 
     def answer(self, seed: int, index: int) -> str:
         return self._source.answer(seed, index)
 
+    def demonstrate(self, seed: int, index: int) -> Sequence[str]:
+        """Right answers in the form that the rule finds."""
+        demonstrate = getattr(self._source, "demonstrate", None)
+        answers = [self.answer(seed, index)] if demonstrate is None else demonstrate(seed, index)
+        return [written_by(self._rule, answer) for answer in answers]
+
     def _verify(self, verify: Callable[[str], float | Mapping[str, float]], text: str) -> float | Mapping[str, float]:
         answer = final_answer(self._rule, text)
         return dict(self._no_answer) if answer is None else verify(answer)
+
+
+class _AnsweredEpisode:
+    """An episode whose environment gets the final answer of each text; an empty one where a text has none."""
+
+    def __init__(self, begin: Callable[[], Episode], rule: FinalAnswerRule) -> None:
+        self._episode = begin()
+        self._rule = rule
+
+    def step(self, answer: str) -> Step:
+        return self._episode.step(final_answer(self._rule, answer) or "")

@@ -16,12 +16,17 @@ Reviewed against reasoning-gym 0.1.25.
 
 import difflib
 import hashlib
+import importlib
+import itertools
 import json
 import re
+import sys
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
 from typing import Any, ClassVar
 
 from swarm.config import TaskSourceSection, TasksSection
@@ -202,7 +207,8 @@ class ReasoningGymSource:
         data_set, entry = self._item(seed, index)
         ref = TaskRef(self.name, self.config_digest, seed, index)
         prompt = self._template.render({PROMPT: entry["question"], "question": entry["question"]})
-        return Task(ref, prompt, partial(score_once, self._recipe.name, data_set.score_answer, entry))
+        verify = partial(score_once, self._recipe.name, data_set.score_answer, entry)
+        return Task(ref, prompt, verify, facts=entry.get("metadata") or {})
 
     def answer(self, seed: int, index: int) -> str:
         return str(self._item(seed, index)[1]["answer"])
@@ -230,7 +236,7 @@ class _Recipe:
     def build(self, number: int) -> Any:
         import reasoning_gym  # slow to import, and not needed by nodes without such tasks
 
-        return reasoning_gym.create_dataset(self.name, seed=number, size=1, **self.parameters)
+        return reasoning_gym.factory.create_dataset(self.name, seed=number, size=1, **self.parameters)
 
 
 @lru_cache(maxsize=32)  # some data sets read a word list of megabytes each time that they are built
@@ -256,6 +262,36 @@ def base_digest(config: TaskSourceSection) -> str:
             f"set tasks.sources.parameters of {config.source_name!r}"
         ) from None
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+_DATA_SET_NAME = re.compile(r'^DATASET_NAME = "(\w+)"', re.MULTILINE)
+
+
+def import_data_sets(names: Iterable[str]) -> None:
+    """Import these data sets alone, for a process that needs no others: a tenth of a second instead of one, and less memory.
+
+    `import reasoning_gym` imports all of them, and sympy and matplotlib for some. So the packages on the way to a data set
+    are created here without running their `__init__`. For an unknown name the whole library is imported.
+    """
+    modules = _modules_of_data_sets()
+    wanted = [modules.get(name) for name in names]
+    if None in wanted:
+        wanted = ["reasoning_gym"]
+    elif wanted:  # `coaching` and `factory` import each other, which works where `coaching` is the first
+        wanted = ["reasoning_gym.coaching", *wanted]
+    for module in filter(None, wanted):
+        for package in itertools.accumulate(module.split(".")[:-1], "{}.{}".format):
+            if package not in sys.modules and (spec := find_spec(package)) is not None:
+                sys.modules[package] = module_from_spec(spec)
+        importlib.import_module(module)
+
+
+def _modules_of_data_sets() -> dict[str, str]:
+    """{data set: its module}, as the files of the library say."""
+    spec = find_spec("reasoning_gym")
+    root = Path(*(spec and spec.submodule_search_locations) or ())
+    found = [(path, _DATA_SET_NAME.search(path.read_text(encoding="utf-8"))) for path in root.rglob("*.py")]
+    return {name[1]: ".".join(path.relative_to(root.parent).with_suffix("").parts) for path, name in found if name}
 
 
 def _check_declared(config: TaskSourceSection) -> None:

@@ -14,15 +14,17 @@ author of the text some reputation, never the node.
 """
 
 import contextlib
+import itertools
 import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
@@ -32,11 +34,12 @@ from swarm.sandbox.inside.file_guard import AUDIT_HOOK
 from swarm.sandbox.line_process import Confinement, LineProcess, LineProcessError
 from swarm.tasks.prompted_source import prompt_context
 from swarm.tasks.signalled_source import package_signals
-from swarm.tasks.task_source import INDEX_SPAN, MAX_TEXT_CHARS, TaskFailure, UnknownTask
-from swarm.types import Task, TaskRef
+from swarm.tasks.task_source import INDEX_SPAN, MAX_TEXT_CHARS, ForgedEpisode, TaskFailure, UnknownTask
+from swarm.types import MAX_TURNS, Rollout, Step, Task, TaskRef, is_table
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
 _IN_THE_NODE = frozenset({Isolation.NONE_NEEDED, Isolation.OWN_SANDBOX})
 TIME_BUDGET_S = 10.0
@@ -60,6 +63,8 @@ class OpenedSource:
 
     config_digest: str
     num_held_out: int
+    max_turns: int
+    """Most answers of an episode; 1 where its tasks have no environment."""
     files: str
     """What keeps the process from the operator's files."""
 
@@ -77,21 +82,22 @@ class SandboxedVerifier:
         self._memory_bytes = memory_bytes
         self._opening_s = 0.0
         self._is_closed = False
-        self._processes: dict[str, LineProcess] = {}
-        """By name of the source."""
+        self._processes: dict[str, list[LineProcess]] = {}
+        """By name of the source. Those of a package's environments may be several, of which the first does all but steps."""
         # Beside packages even the node itself asks the process: see `TaskMixture`.
-        sections = [one for one in config.sources if needs_process(one) and not package_signals(one)]
+        sections = [one for one in config.sources if needs_process(one) and not is_wrapped(one)]
         shared = [one for one in sections if TASK_SOURCES.is_built_in(one.kind)]
         for group in [shared, *([one] for one in sections if one not in shared)]:
             if group:
-                process = self._process(group, config)
-                self._processes |= {one.source_name: process for one in group}
-        self._built_in = self._processes[shared[0].source_name] if shared else None
+                count = 1 if group is shared else config.environment_processes
+                processes = [self._process(group, config) for _ in range(count)]
+                self._processes |= {one.source_name: processes for one in group}
+        self._built_in = self._processes[shared[0].source_name][0] if shared else None
 
     def close(self) -> None:
         """End the processes. Questions then fail with TaskFailure, also those that are being answered."""
         self._is_closed = True
-        for process in self._processes.values():
+        for process in itertools.chain.from_iterable(self._processes.values()):
             process.close()
 
     def start(self) -> None:
@@ -106,7 +112,7 @@ class SandboxedVerifier:
     @contextlib.contextmanager
     def reserved(self, source: str) -> Iterator[None]:
         """Hold the process of a source for this thread, started: what follows is the time of its questions alone."""
-        process = self._processes[source]
+        process = self._processes[source][0]
         with process.reserved():
             with contextlib.suppress(LineProcessError):  # the next question tries again, and reports it
                 process.start()
@@ -133,11 +139,15 @@ class SandboxedVerifier:
             self._opening_s += time.monotonic() - started_at
         if "error" in reply:
             raise TaskError(str(reply["error"]))
-        digest, num_held_out = reply.get("config_digest"), reply.get("num_held_out")
+        digest, num_held_out, max_turns = (reply.get(name) for name in ("config_digest", "num_held_out", "max_turns"))
         is_whole = isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None
         if not is_whole or type(num_held_out) is not int or not 0 < num_held_out <= INDEX_SPAN:
             raise TaskError(f"the process of {source} gave no answer; remove the source")
-        return OpenedSource(str(digest), num_held_out, str(reply.get("files")))
+        if type(max_turns) is not int or not 1 <= max_turns <= MAX_TURNS:
+            raise TaskError(
+                f"an environment must have 1 to {MAX_TURNS} turns, got {str(max_turns)[:20]!a} of {source}; fix it"
+            )
+        return OpenedSource(str(digest), num_held_out, max_turns, str(reply.get("files")))
 
     def prompts(self, ref: TaskRef, count: int) -> list[str]:
         """Prompts of that task and, as far as they come quickly, of those after it, `count` at most.
@@ -156,6 +166,13 @@ class SandboxedVerifier:
             raise TaskFailure(ref.source, "verifier process: a reply must have a text as answer")
         return str(answer)
 
+    def facts(self, ref: TaskRef) -> dict[str, Any]:
+        """Further fields of the task. Raises as `rewards`."""
+        facts = self._ask(ref.source, ["facts", *_facts(ref)]).get("facts")
+        if not is_table(facts):
+            raise TaskFailure(ref.source, "verifier process: a reply must have a table of facts")
+        return facts
+
     def rewards(
         self, ref: TaskRef, texts: Sequence[str], num_tokens: Sequence[int] | None = None
     ) -> tuple[str, tuple[float, ...]]:
@@ -164,24 +181,51 @@ class SandboxedVerifier:
         Raises UnknownTask and TaskFailure as `TaskMixture.rebuild` and `assess` do, Overrun beyond its bounds.
         """
         lengths = [None] * len(texts) if num_tokens is None else list(num_tokens)
-        return _checked(ref, self._ask(ref.source, ["rewards", *_facts(ref), list(texts), lengths]), len(texts))
+        return self._rewards(ref, [[text, length, []] for text, length in zip(texts, lengths, strict=True)])
 
-    def _ask(self, source: str, question: list[object]) -> dict[str, Any]:
+    def rewards_of(self, ref: TaskRef, rollouts: Sequence[Rollout]) -> tuple[str, tuple[float, ...]]:
+        """The same for rollouts, whose episodes are replayed. Raises also ForgedEpisode."""
+        told = [
+            [one.text, len(one.token_ids), [[turn.text, turn.reply, turn.role] for turn in one.turns]]
+            for one in rollouts
+        ]  # fmt: skip
+        return self._rewards(ref, told)
+
+    def step(self, ref: TaskRef, answers: Sequence[str]) -> Step:
+        """What the environment of a task makes of the last of `answers`, which begin the episode. Raises as `rewards`."""
+        episode = f"{ref.seed}/{ref.index}/{answers[0]}"  # all of its steps go to one process, which knows it
+        reply = self._ask(ref.source, ["step", *_facts(ref), list(answers)], episode)
+        text, role, reward = reply.get("reply"), reply.get("role"), reply.get("reward")
+        state, is_done = reply.get("state"), reply.get("is_done")
+        if not (_is_text(text) and _is_text(state) and role in ("user", "tool") and isinstance(is_done, bool)):
+            raise TaskFailure(ref.source, "verifier process: a step must have a reply")
+        if type(reward) not in (int, float):
+            raise TaskFailure(ref.source, "verifier process: a step must have a reward")
+        return Step(str(text), float(reward or 0), is_done, "tool" if role == "tool" else "user", str(state))
+
+    def _rewards(self, ref: TaskRef, told: list[list[Any]]) -> tuple[str, tuple[float, ...]]:
+        return _checked(ref, self._ask(ref.source, ["rewards", *_facts(ref), told]), len(told))
+
+    def _ask(self, source: str, question: list[object], episode: str = "") -> dict[str, Any]:
+        processes = self._processes[source]
+        process = processes[zlib.crc32(episode.encode(errors="replace")) % len(processes)] if episode else processes[0]
         try:
-            reply = self._processes[source].ask(question, self._time_budget_s)
+            reply = process.ask(question, self._time_budget_s)
         except LineProcessError as error:
             if self._is_closed:  # the node ends; the process did nothing wrong
                 raise TaskFailure(source, "verifier process: closed") from None
             logger.warning("the process that builds and scores tasks of %s was stopped: %s", source, error)
             if error.by_question:
-                self._renew(source)
+                _renew(process)
                 raise Overrun(str(error)) from None
             raise TaskFailure(source, f"verifier process: {error}") from None
         if "overrun" in reply:
-            self._renew(source)  # what is left of its memory might not be enough for the next answers
+            _renew(process)  # what is left of its memory might not be enough for the next answers
             raise Overrun(str(reply["overrun"]))
         if "unknown" in reply:
             raise UnknownTask(str(reply["unknown"]))
+        if "forged" in reply:
+            raise ForgedEpisode(str(reply["forged"]))
         if "failure" in reply:
             raise TaskFailure(source, str(reply["failure"]).removeprefix(f"{source}: "))
         return reply
@@ -198,11 +242,12 @@ class SandboxedVerifier:
         )
         return LineProcess("swarm.tasks.verifier_process", tasks.model_dump_json(), confinement)
 
-    def _renew(self, source: str) -> None:
-        """Start the next process in the time of the author whose answers spoiled the last one: a start takes seconds, which
-        would otherwise count against the next author."""
-        with contextlib.suppress(LineProcessError):  # it is tried again, and reported, when it is needed
-            self._processes[source].renew()
+
+def _renew(process: LineProcess) -> None:
+    """Start the next process in the time of the author whose answers spoiled the last one: a start takes seconds, which
+    would otherwise count against the next author."""
+    with contextlib.suppress(LineProcessError):  # it is tried again, and reported, when it is needed
+        process.renew()
 
 
 def _is_text(value: object) -> bool:
@@ -231,11 +276,32 @@ def _named_files(sections: Sequence[TaskSourceSection]) -> Iterator[str]:
                 yield value
 
 
+def is_wrapped(section: TaskSourceSection) -> bool:
+    """Whether a source has parts with processes of their own: reward functions of packages, or tools."""
+    return bool(package_signals(section) or section.tools)
+
+
 def needs_process(section: TaskSourceSection) -> bool:
     """Whether answers of strangers reach its verifier in a process only. It is so unless a built-in source declares otherwise."""
     if not TASK_SOURCES.is_built_in(section.kind):
         return True
     return TASK_SOURCES.load(section.kind).isolation not in _IN_THE_NODE
+
+
+class _Facts(Mapping[str, Any]):
+    """Facts of a task, for which its process is asked when they are read. Reading raises TaskFailure."""
+
+    def __init__(self, ask: Callable[[], dict[str, Any]]) -> None:
+        self._ask = cache(ask)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._ask()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ask())
+
+    def __len__(self) -> int:
+        return len(self._ask())
 
 
 _AHEAD = 32
@@ -251,6 +317,7 @@ class SandboxedSource:
         opened = verifier.open(self.name)
         self.config_digest = opened.config_digest
         self.num_held_out = opened.num_held_out
+        self.max_turns = opened.max_turns
         self._context = prompt_context(config)
         self._verifier = verifier
         self._lock = threading.Lock()
@@ -262,11 +329,23 @@ class SandboxedSource:
 
     def task(self, seed: int, index: int) -> Task:
         ref = TaskRef(self.name, self.config_digest, seed, index)
-        return Task(ref, self._prompt(ref), partial(self._verify, ref), context=self._context)
+        begin = partial(_SandboxedEpisode, self._verifier, ref) if self.max_turns > 1 else None
+        return Task(
+            ref,
+            self._prompt(ref),
+            partial(self._verify, ref),
+            context=self._context,
+            facts=_Facts(partial(self._asked, self._verifier.facts, ref)),
+            begin=begin,
+            max_turns=self.max_turns,
+        )
 
     def answer(self, seed: int, index: int) -> str:
+        return self._asked(self._verifier.answer, TaskRef(self.name, self.config_digest, seed, index))
+
+    def _asked(self, question: Callable[[TaskRef], T], ref: TaskRef) -> T:
         try:
-            return self._verifier.answer(TaskRef(self.name, self.config_digest, seed, index))
+            return question(ref)
         except (Overrun, UnknownTask) as error:
             raise TaskFailure(self.name, str(error)) from None
 
@@ -291,3 +370,19 @@ class SandboxedSource:
             return self._verifier.rewards(ref, [text])[1][0]
         except (Overrun, UnknownTask) as error:
             raise TaskFailure(self.name, f"verifier: {error}") from None
+
+
+class _SandboxedEpisode:
+    """An episode whose environment is in the process of its source, which may forget it: each question has all answers."""
+
+    def __init__(self, verifier: SandboxedVerifier, ref: TaskRef) -> None:
+        self._verifier = verifier
+        self._ref = ref
+        self._answers: list[str] = []
+
+    def step(self, answer: str) -> Step:
+        self._answers.append(answer)
+        try:
+            return self._verifier.step(self._ref, self._answers)
+        except (Overrun, UnknownTask) as error:
+            raise TaskFailure(self._ref.source, f"environment: {error}") from None

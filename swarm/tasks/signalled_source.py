@@ -2,24 +2,24 @@
 
     text ─┬▶ the source's own verifier ─▶ correct (tests, …) ─┐
           ├▶ built-in signals ─────────▶ format, length ──────┼▶ Σ weight · value / Σ weight = reward in [0, 1]
-          └▶ plug-ins ─────────────────▶ their names ─────────┘
+          └▶ reward functions ─────────▶ their names ─────────┘
 
-Names, weights, parameters and the versions of plug-ins are part of the config digest: nodes with others do not share tasks.
+Names, weights, parameters and the versions of functions are part of the config digest: nodes with others do not share tasks.
 
 Built-in signals are functions of the answer's text, so that every receiver computes the same value. Length may also be counted
 in tokens: in those of the author, whose number is in the record. All take time in proportion to the text. `format` and `length`
-read the whole text; the source's verifier and plug-ins read the final answer (`final_answers`).
+read the whole text; the source's verifier and reward functions read the final answer (`final_answers`).
 
-A built-in signal is one class here, or in a file of its own, and one line in `swarm/extensions/points.py`. Reward functions of
-packages run in processes of their own (`reward_plugin`).
+A built-in signal is one class here, or in a file of its own, and one line in `swarm/extensions/points.py`. Reward functions
+of files and packages run in processes of their own (`reward_plugin`).
 """
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -35,12 +35,17 @@ from swarm.config import (
 )
 from swarm.errors import TaskError
 from swarm.extensions.points import REWARDS
+from swarm.extensions.registry import valid_parameters
 from swarm.tasks.final_answers import answer_rule, final_answer
 from swarm.tasks.prompted_source import verifier_signals
-from swarm.tasks.reward_plugin import TIME_BUDGET_S, RewardPlugin
-from swarm.tasks.task_source import LENGTH, TaskSource, named_signals
+from swarm.tasks.rewards.judge import JUDGE, Judge, JudgeParameters
+from swarm.tasks.rewards.reward_plugin import TIME_BUDGET_S, RewardPlugin
+from swarm.tasks.task_source import EVALUATION_SEED, LENGTH, TaskFailure, TaskSource, named_signals
 from swarm.tasks.verifiers import MAX_ANSWER_CHARS, check_pattern, regex
 from swarm.types import Task
+
+_NUM_TRIED = 8
+"""Tasks of which one must be built, for reward functions to be tried on."""
 
 
 class RewardSignal(ABC):
@@ -154,9 +159,9 @@ class Length(RewardSignal):
 
 
 def package_signals(source: TaskSourceFacts) -> list[str]:
-    """Names of the signals of a source that reward functions of packages compute, each in a process of its own."""
+    """Names of the signals of a source that are not built in. Their functions run in a process of their own each."""
     known = {*verifier_signals(source.kind), *REWARDS.names}
-    return [signal.name for signal in source.signals if signal.name not in known]
+    return [signal.name for signal in source.signals if signal.function or signal.name not in known]
 
 
 class MultiRewardSource:
@@ -165,20 +170,23 @@ class MultiRewardSource:
     def __init__(self, source: TaskSource, config: TaskSourceSection, tasks: TasksSection) -> None:
         """Raises TaskError for a signal that is unknown, or cannot be built from its parameters.
 
-        `tasks` says how reward functions of packages are isolated, and whether their parameters come from a manifest.
+        `tasks` says how reward functions are isolated, and whether their parameters come from a manifest.
         """
         self._tasks = tasks
         self._source = source
         self.name = source.name
-        self._of_verifier = verifier_signals(config.kind)
+        self._verifier_names = verifier_signals(config.kind)
+        self._of_verifier: set[str] = set()
+        """Signals of the reward that the source's own verifier gives."""
         self._rule = answer_rule(config)
         self._built_in: dict[str, RewardSignal] = {}
         self._token_length: Callable[[int], float] | None = None
         self._plugins: dict[str, RewardPlugin] = {}
+        self._judge: Judge | None = None
         for signal in config.signals:
             self._add(signal)
-        total = sum(signal.weight for signal in config.signals)
-        self._weights = tuple((signal.name, signal.weight / total) for signal in config.signals)
+        self._try_out()
+        self._weights = self._weights_of(config.signals)
         self.config_digest = self._digest(config)
 
     @property
@@ -187,36 +195,55 @@ class MultiRewardSource:
 
     def task(self, seed: int, index: int) -> Task:
         task = self._source.task(seed, index)
-        verify = partial(self._verify, task, partial(self._source.answer, seed, index))
+        verify = partial(self._verify, task, cache(partial(self._source.answer, seed, index)))
         ref = replace(task.ref, config_digest=self.config_digest)
-        return replace(task, ref=ref, verify=verify, weights=self._weights, token_length=self._token_length)
+        return replace(
+            task,
+            ref=ref,
+            verify=verify,
+            weights=self._weights,
+            token_length=self._token_length,
+            has_judge=self._judge is not None,
+        )
 
     def answer(self, seed: int, index: int) -> str:
         return self._source.answer(seed, index)
 
     def _verify(self, task: Task, expected: Callable[[], str], text: str) -> dict[str, float]:
         values: dict[str, float] = {}
-        for name, _ in self._weights:
-            if name in values or (name == LENGTH and self._token_length is not None):
-                continue
-            if name in self._built_in:
-                values[name] = self._built_in[name].value(text)
-            elif name in self._plugins:
-                answer = final_answer(self._rule, text)
-                values[name] = 0.0 if answer is None else self._plugins[name](task.prompt, expected(), answer)
-            else:
-                values |= named_signals(task.verify(text))
-        return {name: values[name] for name, _ in self._weights if name in values}
+        if self._of_verifier:
+            given = named_signals(task.verify(text))
+            values |= {name: given[name] for name in self._of_verifier & given.keys()}
+        for name, signal in self._built_in.items():
+            if name != LENGTH or self._token_length is None:
+                values[name] = signal.value(text)
+        answer = final_answer(self._rule, text) if self._plugins or self._judge else None
+        for plugin in self._plugins.values():
+            values |= plugin(task, expected, answer)
+        if self._judge is not None:
+            values[JUDGE] = self._judge(task.prompt, expected(), answer)
+        return values
 
     def _add(self, signal: RewardSignalSection) -> None:
         name = signal.name
-        if name in self._of_verifier:
+        is_known = name in (*self._verifier_names, JUDGE) or REWARDS.is_built_in(name)
+        if signal.function and is_known:
+            raise TaskError(
+                f"a function must not have the name of a built-in signal, got {name}; set another `name` beside `function` in "
+                f"tasks.sources.signals of {self.name!r}"
+            )
+        if name in self._verifier_names:
+            self._of_verifier.add(name)
             if signal.parameters:
                 raise TaskError(
                     f"signal {name} takes no parameters, got {signal.parameters}; "
                     f"set tasks.sources.signals of {self.name!r}"
                 )
-        elif REWARDS.is_built_in(name):
+        elif signal.is_judge:
+            setting = f"tasks.sources.signals of {self.name!r}"
+            parameters = valid_parameters(JudgeParameters, signal.parameters, name, setting, TaskError)
+            self._judge = Judge(self.name, parameters, self._tasks.judge)
+        elif is_known:
             made = REWARDS.make(name, signal.parameters, f"tasks.sources.signals of {self.name!r}")
             self._built_in[name] = made
             if isinstance(made, Length) and made.counts_tokens:
@@ -226,23 +253,59 @@ class MultiRewardSource:
 
     def _plugin(self, signal: RewardSignalSection) -> RewardPlugin:
         installed = REWARDS.installed()
-        if signal.name not in installed:
-            known = sorted({*self._of_verifier, *REWARDS.names, *installed})
+        if not signal.function and signal.name not in installed:
+            known = [*sorted({*self._verifier_names, *REWARDS.names, *installed}), JUDGE]
             raise TaskError(
-                f"a signal must be one of {', '.join(known)}, got {signal.name!r}; install the package that offers it "
-                f"or set tasks.sources.signals of {self.name!r}"
+                f"a signal must be one of {', '.join(known)}, got {signal.name!r}; install the package that offers it, or set "
+                f"`function` to one of your own, in tasks.sources.signals of {self.name!r}"
             )
-        entry = installed[signal.name]
-        return RewardPlugin(self.name, entry, signal.parameters, self._tasks, time_budget_s=TIME_BUDGET_S)
+        return RewardPlugin(self.name, signal, self._tasks, time_budget_s=TIME_BUDGET_S)
+
+    def _try_out(self) -> None:
+        """Call each function once, with the right answer to a task, so that mistakes show before the first round."""
+        tried = [plugin for plugin in self._plugins.values() if plugin.takes_task]
+        if not tried:
+            return
+        task, right = self._first_task()
+        for plugin in tried:
+            plugin.try_out(task, right)
+
+    def _first_task(self) -> tuple[Task, str]:
+        """(the first held-out task that can be built, its right answer). Raises TaskError."""
+        failed = ""
+        for index in range(min(_NUM_TRIED, self._source.num_held_out)):
+            try:
+                return self._source.task(EVALUATION_SEED, index), self._source.answer(EVALUATION_SEED, index)
+            except TaskFailure as failure:
+                failed = str(failure)
+        raise TaskError(f"a task must be built to try reward functions on it, got {failed}; change the source")
+
+    def _weights_of(self, signals: Sequence[RewardSignalSection]) -> tuple[tuple[str, float], ...]:
+        """(signal, weight), with a sum of 1. Raises TaskError where two functions give a signal of the same name."""
+        total = sum(signal.weight for signal in signals)
+        weights: dict[str, float] = {}
+        for signal in signals:
+            shares = self._plugins[signal.name].shares if signal.name in self._plugins else {signal.name: 1.0}
+            if doubled := sorted(weights.keys() & shares.keys()):
+                raise TaskError(
+                    f"each signal must have a name of its own, got {doubled[0]} twice: function of {signal.name} gives it, too; "
+                    f"rename it there, or in tasks.sources.signals of {self.name!r}"
+                )
+            weights |= {name: signal.weight / total * share for name, share in shares.items()}
+        return tuple(weights.items())
 
     def _digest(self, config: TaskSourceSection) -> str:
-        signals = [[s.name, s.weight, s.parameters, self._version(s)] for s in config.signals]
+        signals: list[list[object]] = [[s.name, s.weight, s.parameters, self._version(s)] for s in config.signals]
+        for facts, signal in zip(signals, config.signals, strict=True):
+            facts += [signal.weights] if signal.weights else []  # so that the digest of earlier signals stays
         canonical = json.dumps([self._source.config_digest, signals], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def _version(self, signal: RewardSignalSection) -> str:
-        """What decides the values of a signal beside its parameters: the package of a plug-in, the rules of a built-in one."""
+        """What decides the values of a signal beside its parameters: file or package of a function, rules of a built-in one."""
         name = signal.name
         if name in self._plugins:
             return self._plugins[name].version
+        if signal.is_judge:
+            return Judge.rules
         return self._built_in[name].rules if name in self._built_in else ""

@@ -103,6 +103,8 @@ class ThompsonChoice:
 
 MAX_CONSECUTIVE_FAILURES = 20
 """A source that fails so often in a row is left out for the rest of the run."""
+_MAX_HELD_OUT = 100
+"""So many held-out tasks in a row are a failure. By chance it does not happen: at most every fourth prompt is held out."""
 
 Choice = Callable[[Mapping[str, float], random.Random], str]
 """(weights of the sources that work, rng) -> one of them."""
@@ -146,10 +148,8 @@ class TaskCursor:
         tasks: list[Task] = []
         while len(tasks) < count:
             name = self._choose(choose)
-            index = self._next_index[name]
-            self._next_index[name] = (index + 1) % INDEX_SPAN
             try:
-                tasks.append(self._mixture.sources[name].task(self._seed, index))
+                tasks.append(self._next_of(name))
                 self._consecutive[name] = 0
             except TaskFailure as failure:
                 self._count_failure(name, failure)
@@ -173,6 +173,16 @@ class TaskCursor:
         self._consecutive = Counter(state["consecutive_failures"])
         version, internal, gauss = state["rng"]
         self._rng.setstate((version, tuple(internal), gauss))
+
+    def _next_of(self, name: str) -> Task:
+        """The next task of a source that is not held out. Raises TaskFailure."""
+        for _ in range(_MAX_HELD_OUT):
+            index = self._next_index[name]
+            self._next_index[name] = (index + 1) % INDEX_SPAN
+            task = self._mixture.sources[name].task(self._seed, index)
+            if not self._mixture.is_held_out(task):
+                return task
+        raise TaskFailure(name, f"{_MAX_HELD_OUT} tasks in a row are held out; give it more prompts, or remove it")
 
     def _choose(self, choose: Choice) -> str:
         names = [name for name in self._next_index if self._consecutive[name] < MAX_CONSECUTIVE_FAILURES]

@@ -8,35 +8,33 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.extensions.points import TASK_SOURCES
-from swarm.tasks.prompted_source import PROMPT, PromptedSource, PromptTemplate
-from swarm.tasks.sandboxed_verifier import SandboxedSource, SandboxedVerifier, needs_process
-from swarm.tasks.signalled_source import MultiRewardSource, package_signals
+from swarm.tasks.environments.episodes import check_repeatable
+from swarm.tasks.environments.tool_source import ToolSource
+from swarm.tasks.held_out import HeldOut
+from swarm.tasks.prompted_source import PROMPT, PromptedSource, PromptTemplate, prompt_context
+from swarm.tasks.sandboxed_verifier import SandboxedSource, SandboxedVerifier, is_wrapped, needs_process
+from swarm.tasks.signalled_source import MultiRewardSource
 from swarm.tasks.task_source import (
-    CORRECT,
-    EVALUATION_SEED,
     FIRST_TRAINING_SEED,
     INDEX_SPAN,
-    LENGTH,
     MAX_SEED,
     TaskFailure,
     TaskSource,
     UnknownTask,
-    named_signals,
+    prompt_digest,
 )
-from swarm.types import Task, TaskRef
+from swarm.types import MAX_TURNS, Task, TaskRef
 
 logger = logging.getLogger(__name__)
 
 STREAMS_PER_PEER = 64
 """Few enough for a reader to compute them all."""
 NONE_WORKS = "no task source works: "
-_REWARD_SLACK = 1e-6
 
 
 class TaskMixture:
@@ -50,9 +48,11 @@ class TaskMixture:
         """
         self._is_sandboxed = is_sandboxed
         sandboxed = () if is_sandboxed else tuple(one for one in config.sources if _must_be_sandboxed(one, config))
-        self._sandboxed = SandboxedVerifier(_without_signals(config, sandboxed)) if sandboxed else None
+        self._sandboxed = SandboxedVerifier(_without_wrappers(config, sandboxed)) if sandboxed else None
         self.sources: dict[str, TaskSource] = {}
         self.weights: dict[str, float] = {}
+        self.contexts = {section.source_name: prompt_context(section) for section in config.sources}
+        """What chat templates write around the prompts of each source."""
         self.broken: dict[str, str] = {}
         """The reason why a source could not be built, by name."""
         self.held_out_failures: Counter[str] = Counter()
@@ -64,6 +64,9 @@ class TaskMixture:
             except TaskError as error:
                 self.broken[section.source_name] = str(error)
                 logger.warning("task source %s is left out: %s", section.source_name, error)
+        self._held_out = {
+            name: HeldOut(source, config.held_out_share, self._leave_out) for name, source in self.sources.items()
+        }
         if not self.sources:
             raise TaskError(NONE_WORKS + "; ".join(self.broken.values()))
 
@@ -79,7 +82,19 @@ class TaskMixture:
         else:
             source = self._build_here(section, config)
             source = PromptedSource(source, section) if section.form else source
-        return MultiRewardSource(source, section, config) if section.signals else source
+        if section.signals and turns_of(source) > 1:
+            raise TaskError(
+                f"signals belong to tasks of one answer, got the environment {section.source_name!r}; remove its signals"
+            )
+        source = MultiRewardSource(source, section, config) if section.signals else source
+        if section.tools and turns_of(source) > 1:
+            raise TaskError(
+                f"tools belong to tasks with a verifier, got the game {section.source_name!r}; remove its tools"
+            )
+        source = ToolSource(source, section, config) if section.tools else source
+        if turns_of(source) > 1 and not isinstance(source, SandboxedSource):  # its process has checked it
+            check_repeatable(source)
+        return source
 
     def _build_here(self, section: TaskSourceSection, config: TasksSection) -> TaskSource:
         if TASK_SOURCES.is_built_in(section.kind):
@@ -107,23 +122,35 @@ class TaskMixture:
         except (UnknownTask, TaskFailure):
             return None
 
+    @property
+    def episodic(self) -> list[str]:
+        """The sources whose tasks have environments."""
+        return [name for name, source in self.sources.items() if turns_of(source) > 1]
+
     def held_out(self, tasks_per_source: int) -> list[Task]:
-        """The first tasks of every source's evaluation stream; the same on every node."""
-        tasks: list[Task] = []
-        for source in self.sources.values():
-            for index in range(min(tasks_per_source, source.num_held_out)):
-                try:
-                    tasks.append(source.task(EVALUATION_SEED, index))
-                except TaskFailure as failure:
-                    self.held_out_failures[source.name] += 1
-                    logger.warning("held-out task left out: %s", failure)
-        return tasks
+        """At most so many tasks of every source for evaluation; the same on every node, and none that anybody trains on."""
+        return [task for rule in self._held_out.values() for task in rule.tasks(tasks_per_source)]
+
+    def is_held_out(self, task: Task) -> bool:
+        """Whether nobody may train on the prompt of a task. One of another mixture is compared with all sources here."""
+        return self.holds_out(task.ref.source, prompt_digest(task.prompt))
+
+    def holds_out(self, source: str, digest: str) -> bool:
+        """As `is_held_out`, by source and `prompt_digest`."""
+        rules = [self._held_out[source]] if source in self._held_out else self._held_out.values()
+        return any(rule.holds(digest) for rule in rules)
+
+    def _leave_out(self, failure: TaskFailure) -> None:
+        self.held_out_failures[failure.source] += 1
+        if self.held_out_failures[failure.source] == 1:  # a source may fail thousands of times
+            logger.warning("held-out task left out, as others of %s may be: %s", failure.source, failure)
 
 
 class PackageSource:
     """A task source of an installed package, inside of its sandboxed process, which alone imports it.
 
-    Package and version are a part of the config digest, so that nodes with other versions do not share tasks.
+    Package and version are a part of the config digest, so that nodes with other versions do not share tasks. A source that
+    builds on other packages names these as its `origin` instead.
     """
 
     def __init__(self, section: TaskSourceSection, config: TasksSection) -> None:
@@ -131,6 +158,7 @@ class PackageSource:
         try:
             self._source: TaskSource = TASK_SOURCES.load(section.kind)(section, config)
             own_digest = str(self._source.config_digest)
+            origin = str(getattr(self._source, "origin", "")) or TASK_SOURCES.origin(section.kind)
         except TaskError:
             raise
         except Exception as error:  # packages fail in any way they like
@@ -139,8 +167,9 @@ class PackageSource:
                 f"tasks.sources of {section.source_name!r}"
             ) from None
         self.name = section.source_name
+        self.max_turns = turns_of(self._source)
         self._template = PromptTemplate(section, {PROMPT})
-        facts = [TASK_SOURCES.origin(section.kind), section.kind, section.name, section.parameters, own_digest]
+        facts = [origin, section.kind, section.name, section.parameters, own_digest]
         self.config_digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -155,7 +184,8 @@ class PackageSource:
             raise
         except Exception as error:  # as above
             raise TaskFailure(self.name, f"building task {seed}/{index}: {type(error).__name__}: {error}") from error
-        return Task(TaskRef(self.name, self.config_digest, seed, index), prompt, verify)
+        ref = TaskRef(self.name, self.config_digest, seed, index)
+        return Task(ref, prompt, verify, facts=task.facts, begin=task.begin, max_turns=self.max_turns)
 
     def answer(self, seed: int, index: int) -> str:
         try:
@@ -164,46 +194,14 @@ class PackageSource:
             raise TaskFailure(self.name, f"answer {seed}/{index}: {type(error).__name__}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """What one answer is worth."""
-
-    reward: float
-    """In [0, 1]."""
-    signals: tuple[tuple[str, float], ...]
-    """(name, value in [0, 1]) of every signal of the reward; empty where there is only one."""
-
-
-def assess(task: Task, text: str, num_tokens: int | None = None) -> Score:
-    """The score of an answer of so many tokens; None where the number is not known.
-
-    Raises TaskFailure where the verifier fails or gives a value outside [0, 1], and where the number is needed.
-    """
-    try:
-        named = named_signals(task.verify(text))
-    except TaskFailure:
-        raise
-    except Exception as error:  # third-party verifiers meet hostile text
-        raise TaskFailure(task.ref.source, f"verifier: {type(error).__name__}: {error}") from error
-    if task.token_length is not None:
-        if num_tokens is None:
-            raise TaskFailure(task.ref.source, "signal length is measured in tokens, and their number is not known")
-        named[LENGTH] = task.token_length(num_tokens)
-    weights = task.weights or ((CORRECT, 1.0),)
-    signals = tuple((name, _within_range(task, name, named.get(name))) for name, _ in weights)
-    reward = sum(weight * value for (_, weight), (_, value) in zip(weights, signals, strict=True))
-    return Score(min(1.0, reward), signals if task.weights else ())
-
-
-def score(task: Task, text: str, num_tokens: int | None = None) -> float:
-    """The reward of an answer, in [0, 1]. Raises TaskFailure as `assess` does."""
-    return assess(task, text, num_tokens).reward
-
-
-def _within_range(task: Task, name: str, value: float | None) -> float:
-    if value is None or not -_REWARD_SLACK <= value <= 1 + _REWARD_SLACK:  # NaN fails both
-        raise TaskFailure(task.ref.source, f"signal {name} must be in [0, 1], got {value}; fix the reward function")
-    return min(1.0, max(0.0, value))
+def turns_of(source: TaskSource) -> int:
+    """Most answers of an episode of a source; 1 where it declares no `max_turns`. Raises TaskError for what is no such number."""
+    found = getattr(source, "max_turns", 1)
+    if type(found) is not int or not 1 <= found <= MAX_TURNS:
+        raise TaskError(
+            f"max_turns of a source must be in [1, {MAX_TURNS}], got {str(found)[:20]} of {source.name!r}; fix it"
+        )
+    return found
 
 
 def training_seed(peer_id: str, node_seed: int) -> int:
@@ -230,13 +228,14 @@ def _is_within(number: object, stop: int) -> bool:
 def _must_be_sandboxed(section: TaskSourceSection, config: TasksSection) -> bool:
     """Whether even the node's own tasks and answers go through the sandboxed process.
 
-    They do for sources of packages, of a manifest, and of a section with reward functions of packages: these have processes of
-    their own, which may not be started from inside of the sandbox.
+    They do for sources of packages, of a manifest, and of a section with tools or with reward functions of packages: these have
+    processes of their own, which may not be started from inside of the sandbox.
     """
     is_of_package = not TASK_SOURCES.is_built_in(section.kind)
-    return needs_process(section) and (is_of_package or config.sandboxed or bool(package_signals(section)))
+    return needs_process(section) and (is_of_package or config.sandboxed or is_wrapped(section))
 
 
-def _without_signals(config: TasksSection, sections: Sequence[TaskSourceSection]) -> TasksSection:
-    """The sources without their reward signals, which are computed in the node or in processes of their own."""
-    return config.model_copy(update={"sources": tuple(one.model_copy(update={"signals": ()}) for one in sections)})
+def _without_wrappers(config: TasksSection, sections: Sequence[TaskSourceSection]) -> TasksSection:
+    """The sources without their reward signals and tools, which run in the node or in processes of their own."""
+    bare = {"signals": (), "tools": ()}
+    return config.model_copy(update={"sources": tuple(one.model_copy(update=bare) for one in sections)})

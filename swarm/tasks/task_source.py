@@ -6,6 +6,7 @@ is one class in a file of its own and one line in `swarm/extensions/points.py`; 
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from swarm.types import Task
@@ -21,6 +22,7 @@ EVALUATION_SEED = 1
 FIRST_TRAINING_SEED = 16
 """The first stream for RL."""
 MAX_SEED = 2**31 - 1
+_REWARD_SLACK = 1e-6
 CORRECT = "correct"
 """Name of the signal of a verifier that gives one number."""
 LENGTH = "length"
@@ -33,6 +35,10 @@ class TaskFailure(Exception):
     def __init__(self, source: str, message: str) -> None:
         super().__init__(f"{source}: {message}")
         self.source = source
+
+
+class ForgedEpisode(Exception):
+    """An episode has another reply, turn or end than the environment gives."""
 
 
 class UnknownTask(Exception):
@@ -70,3 +76,46 @@ class TaskSource(Protocol):
     def answer(self, seed: int, index: int) -> str:
         """A right answer, for supervised data. Raises TaskFailure."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one answer is worth."""
+
+    reward: float
+    """In [0, 1]."""
+    signals: tuple[tuple[str, float], ...]
+    """(name, value in [0, 1]) of every signal of the reward; empty where there is only one."""
+
+
+def assess(task: Task, text: str, num_tokens: int | None = None) -> Score:
+    """The score of an answer of so many tokens; None where the number is not known.
+
+    Raises TaskFailure where the verifier fails or gives a value outside [0, 1], and where the number is needed.
+    """
+    try:
+        named = named_signals(task.verify(text))
+    except TaskFailure:
+        raise
+    except Exception as error:  # third-party verifiers meet hostile text
+        raise TaskFailure(task.ref.source, f"verifier: {type(error).__name__}: {error}") from error
+    if task.token_length is not None:
+        if num_tokens is None:
+            raise TaskFailure(task.ref.source, "signal length is measured in tokens, and their number is not known")
+        named[LENGTH] = task.token_length(num_tokens)
+    weights = task.weights or ((CORRECT, 1.0),)
+    signals = tuple((name, within_range(task, f"signal {name}", named.get(name))) for name, _ in weights)
+    reward = sum(weight * value for (_, weight), (_, value) in zip(weights, signals, strict=True))
+    return Score(min(1.0, reward), signals if task.weights else ())
+
+
+def score(task: Task, text: str, num_tokens: int | None = None) -> float:
+    """The reward of an answer, in [0, 1]. Raises TaskFailure as `assess` does."""
+    return assess(task, text, num_tokens).reward
+
+
+def within_range(task: Task, name: str, value: float | None) -> float:
+    """The value of a signal in [0, 1], without rounding beyond. Raises TaskFailure for anything else."""
+    if value is None or not -_REWARD_SLACK <= value <= 1 + _REWARD_SLACK:  # NaN fails both
+        raise TaskFailure(task.ref.source, f"{name} must be in [0, 1], got {value}; fix the reward function")
+    return min(1.0, max(0.0, value))

@@ -11,7 +11,7 @@ A verifier is one `Verifier` here, or in a file of its own, and one line in `swa
 """
 
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -20,6 +20,7 @@ from typing import Any
 
 import re2
 
+from swarm.extensions.points import VERIFIERS
 from swarm.extensions.registry import Isolation
 
 MAX_ANSWER_CHARS = 4_096
@@ -77,6 +78,11 @@ class Verifier:
     """What decides its results beside the code of this version, such as the versions of packages; part of the config digest."""
 
 
+def rules_of(names: Iterable[str]) -> str:
+    """What decides the results of these verifiers, as part of a config digest."""
+    return "".join(f"{VERIFIERS.load(name).rules()}:" for name in sorted(set(names))).strip(":")
+
+
 def check_length(expected: str) -> None:
     if len(expected) > MAX_ANSWER_CHARS:
         raise ValueError(f"an answer must have at most {MAX_ANSWER_CHARS} characters, got {len(expected)}")
@@ -105,6 +111,20 @@ def check_pattern(expected: str) -> None:
 EXACT = Verifier(exact, check_length, Isolation.NONE_NEEDED)
 NUMERIC = Verifier(numeric, check_number, Isolation.NONE_NEEDED)
 REGEX = Verifier(regex, check_pattern, Isolation.NONE_NEEDED)
+
+
+def checked_verifier(name: object, expected: str) -> Verifier:
+    """The verifier that a file names for an expected answer. Raises ValueError, with rule and value, if it cannot score that."""
+    if not isinstance(name, str) or not VERIFIERS.is_built_in(name):
+        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS.names)}, got {name!r}")
+    chosen: Verifier = VERIFIERS.load(name)
+    if chosen.isolation is Isolation.PROCESS:
+        raise ValueError(
+            f"a verifier of a file must need no isolation or have its own, got {name}, which needs "
+            f"Isolation.{chosen.isolation.name}; write a task source for it"
+        )
+    chosen.check(expected)
+    return chosen
 
 
 def last_number(text: str) -> Fraction | None:

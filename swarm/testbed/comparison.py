@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from swarm.config import dump_toml
-from swarm.config.node_folder import NodeFolder
 from swarm.errors import SwarmError
+from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import SHARED, read_file, read_json, replace_file
 from swarm.records.identity import MAX_KEY_FILE_BYTES
 from swarm.report.live_table import NodeView

@@ -21,10 +21,10 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from swarm.config.node_folder import NodeFolder
 from swarm.errors import ConfigError, NodeNotRunningError
 from swarm.machine import tethered
 from swarm.machine.child_python import swarm_command
+from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import check_no_links, open_to_append, open_to_read
 from swarm.observability.plain_text import plain
 from swarm.observability.status_file import read_status

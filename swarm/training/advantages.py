@@ -8,15 +8,17 @@ An advantage is one class here, or in a file of its own, and one line in `swarm/
 # torch is annotated in part:
 # pyright: reportUnknownMemberType=false
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from swarm.config import TrainingSection
+from swarm.config import Section, TrainingSection
 from swarm.errors import TrainingError
 from swarm.extensions.points import ADVANTAGES
 from swarm.training.experience import TrainingGroup
@@ -36,6 +38,10 @@ class GroupRewards:
     """[S]"""
     token_ids: tuple[tuple[int, ...], ...]
     """[G] tokens of the answers, to choose between equal ones in a way that does not depend on their order."""
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
+    """[G][turns] rewards of the turns of each answer; empty where a form does not read them."""
+    states: tuple[tuple[str, ...], ...] = ()
+    """[G][turns] what identifies the environment's situation before each turn."""
 
 
 class Advantage(ABC):
@@ -46,13 +52,29 @@ class Advantage(ABC):
     uses_signals: ClassVar[bool] = False
     """Whether it reads `signals`. Those of stored groups are then computed again, which takes time."""
 
+    uses_turns: ClassVar[bool] = False
+    """Whether `of_turns` gives the turns of an episode advantages of their own. Those of stored groups are replayed then."""
+
     @abstractmethod
     def of_group(self, group: GroupRewards) -> Tensor:
         """[G] finite advantages; nan for an answer that takes no part in the loss."""
 
+    def of_others(self, rewards: Tensor, baseline: float) -> Tensor:
+        """[G] advantages of answers of another node, compared with the reward in (0, 1) that own ones usually earn.
+
+        (R - V) / sqrt(V (1 - V)), the deviation of a reward that is 0 or 1, so that the scale is that of `normalised`; at
+        most √(G - 1), which is the largest that a group of G answers gives. A baseline of one's own is from SPO (2509.13232).
+        """
+        largest = math.sqrt(max(len(rewards) - 1, 1))
+        return ((rewards - baseline) / math.sqrt(baseline * (1 - baseline))).clamp(-largest, largest)
+
     def of_batch(self, values: Tensor) -> Tensor:
         """[N] -> [N]: what becomes of all advantages of a batch together. By default they stay as they are."""
         return values
+
+    def of_turns(self, group: GroupRewards) -> list[Tensor]:
+        """[G] tensors [turns]: what is added to the advantage of an answer at the tokens of each of its turns."""
+        return [torch.zeros(len(rewards)) for rewards in group.turn_rewards]
 
 
 class Grpo(Advantage):
@@ -67,6 +89,9 @@ class DrGrpo(Advantage):
 
     def of_group(self, group: GroupRewards) -> Tensor:
         return group.rewards - group.rewards.mean()
+
+    def of_others(self, rewards: Tensor, baseline: float) -> Tensor:
+        return rewards - baseline
 
 
 class Median(Advantage):
@@ -101,6 +126,54 @@ class Gdpo(Advantage):
         return normalised(values)
 
 
+class GigpoParameters(Section):
+    """`advantage_parameters` of gigpo."""
+
+    discount: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """γ, by which a reward counts less for each turn before it."""
+    step_weight: Annotated[float, Field(ge=0)] = 1.0
+    """ω, the weight of the advantage among turns from equal states."""
+
+
+class Gigpo(Advantage):
+    """A_E + ω A_S (GiGPO, 2505.10978): (R - mean) / std of the episode, and the same of its turn's discounted return.
+
+    A turn is compared with all turns of the group that began in the same state of the environment, whatever led there; a state
+    that came up once says nothing. For tasks of one answer it is grpo.
+    """
+
+    Parameters = GigpoParameters
+    uses_turns: ClassVar[bool] = True
+
+    def __init__(self, parameters: GigpoParameters) -> None:
+        self._parameters = parameters
+
+    def of_group(self, group: GroupRewards) -> Tensor:
+        return normalised(group.rewards)
+
+    def of_turns(self, group: GroupRewards) -> list[Tensor]:
+        returns = [discounted_returns(rewards, self._parameters.discount) for rewards in group.turn_rewards]
+        by_state: dict[str, list[tuple[int, int]]] = {}
+        for answer, states in enumerate(group.states):
+            for turn, state in enumerate(states):
+                by_state.setdefault(state, []).append((answer, turn))
+        found = [torch.zeros(len(rewards), dtype=torch.float64) for rewards in group.turn_rewards]
+        for places in by_state.values():
+            if len(places) > 1:
+                values = normalised(_float64([returns[answer][turn] for answer, turn in places]))
+                for (answer, turn), value in zip(places, values, strict=True):
+                    found[answer][turn] = self._parameters.step_weight * value
+        return found
+
+
+def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]:
+    """Σ_{k >= t} γ^(k - t) r_k for each turn t."""
+    returns: list[float] = []
+    for reward in reversed(rewards):
+        returns.append(reward + discount * (returns[-1] if returns else 0.0))
+    return returns[::-1]
+
+
 def normalised(values: Tensor) -> Tensor:
     """(x - mean) / (std + 1e-6) along the last dimension; exactly 0 where all values are equal, whatever their mean rounds to."""
     deviations = values - values.mean(-1, keepdim=True)
@@ -124,7 +197,11 @@ def batch_advantages(batch: Sequence[TrainingGroup], config: TrainingSection) ->
     if not batch:
         return []
     advantage = configured_advantage(config)
-    of_groups = [advantage.of_group(_group_rewards(group, config.signal_weights)) for group in batch]
+    of_groups = [
+        advantage.of_group(given) if group.baseline is None else advantage.of_others(given.rewards, group.baseline)
+        for group in batch
+        for given in (_group_rewards(group, config.signal_weights),)
+    ]
     values = [float(value) for value in advantage.of_batch(torch.cat(of_groups))]
     num_answers = sum(len(group.group.rollouts) for group in batch)
     if len(values) != num_answers:
@@ -139,6 +216,28 @@ def batch_advantages(batch: Sequence[TrainingGroup], config: TrainingSection) ->
     ]
 
 
+def turn_advantages(
+    batch: Sequence[TrainingGroup], config: TrainingSection, values: Sequence[float | None]
+) -> list[tuple[float, ...]]:
+    """The advantage of each turn of each rollout, given those of the rollouts; empty where all turns have the rollout's.
+
+    An answer of another node that is no success (`TrainingGroup.success_level`) has no turn with a positive one.
+    """
+    advantage = configured_advantage(config)
+    rollouts = [(group, rollout) for group in batch for rollout in group.group.rollouts]
+    if not advantage.uses_turns:
+        return [()] * len(rollouts)
+    added = [turns for group in batch for turns in advantage.of_turns(_group_rewards(group, config.signal_weights))]
+    found: list[tuple[float, ...]] = []
+    for (group, rollout), value, turns in zip(rollouts, values, added, strict=True):
+        most = math.inf if rollout.reward >= group.success_level else 0.0
+        is_episode = value is not None and len(turns) > 1
+        found.append(
+            tuple(min(most, value + float(turn)) for turn in turns) if is_episode and value is not None else ()
+        )
+    return found
+
+
 def _group_rewards(group: TrainingGroup, weights: Mapping[str, float]) -> GroupRewards:
     """Signals are ordered by name; `weights` override those of the task."""
     rollouts = group.group.rollouts
@@ -150,6 +249,8 @@ def _group_rewards(group: TrainingGroup, weights: Mapping[str, float]) -> GroupR
         signals=_float64([[signals.get(name, 0.0) for signals in named] for name in names]),
         signal_weights=_float64([weights.get(name, of_task.get(name, 1.0)) for name in names]),
         token_ids=tuple(rollout.token_ids for rollout in rollouts),
+        turn_rewards=tuple(rollout.turn_rewards or (rollout.reward,) for rollout in rollouts),
+        states=tuple(rollout.states or ("",) for rollout in rollouts),
     )
 
 
@@ -158,7 +259,7 @@ def _float64(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
 
 
 def _check_variance(group: TrainingGroup) -> None:
-    if not group.group.has_reward_variance:
+    if not group.group.has_reward_variance and group.baseline is None:
         task, rollouts = group.group.task, group.group.rollouts
         raise TrainingError(
             f"a training group must have differing rewards, got {rollouts[0].reward:g} for all {len(rollouts)} rollouts "

@@ -9,12 +9,13 @@ that it multiplies by w.
 
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from swarm.config import TrainingSection
+from swarm.config import Section, TrainingSection
 from swarm.extensions.points import CORRECTIONS
 from swarm.training.losses import masked_mean, truncated_weights
 
@@ -29,7 +30,7 @@ class OffPolicyTokens(NamedTuple):
     mask: Tensor
     """[B, T] 1 at answer tokens."""
     advantages: Tensor
-    """[B, 1]"""
+    """[B, 1], or [B, T] where turns have their own"""
 
 
 class Correction(ABC):
@@ -87,6 +88,33 @@ class TruncatedOpsm(Correction):
 
     def factors(self, tokens: OffPolicyTokens, config: TrainingSection) -> Tensor:
         return Truncated().factors(tokens, config) * Opsm().factors(tokens, config)
+
+
+class ShapedParameters(Section):
+    """`correction_parameters` of shaped+opsm."""
+
+    half_weight: Annotated[float, Field(gt=0)] = 0.1
+    """γ: the importance weight at which a good answer counts about half."""
+
+
+class ShapedOpsm(Correction):
+    """w (1 + γ) / (w + γ) for tokens with A > 0, min(w, C) for the others, and 0 for what `Opsm` drops.
+
+    min(w, C) turns a foreign group into an estimate of the own policy's gradient, in which a success that the own policy hardly
+    ever finds counts hardly at all. The shaped weight keeps it, and is bounded (policy shaping of LUFFY, 2504.14945).
+    """
+
+    Parameters = ShapedParameters
+
+    def __init__(self, parameters: ShapedParameters) -> None:
+        self._half_weight = parameters.half_weight
+
+    def factors(self, tokens: OffPolicyTokens, config: TrainingSection) -> Tensor:
+        half = self._half_weight
+        weights = tokens.log_weights.exp()
+        shaped = weights * (1 + half) / (weights + half)
+        kept = torch.where(tokens.advantages > 0, shaped, truncated_weights(tokens.log_weights, config.correction_cap))
+        return kept * Opsm().factors(tokens, config)
 
 
 class SequenceMaskOpsm(Correction):

@@ -17,16 +17,18 @@ it. One that ended by a stop string gets none either, and is whole, because its 
 # pyright: reportUnknownMemberType=false
 
 import heapq
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from swarm.policy.micro_batch_size import cut
+from swarm.policy.micro_batch_size import TokenSequence, cut
 from swarm.policy.policy import TextPolicy
-from swarm.types import PLAIN, PromptContext, Rollout, RolloutGroup
+from swarm.types import PLAIN, PromptContext, Rollout, RolloutGroup, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,9 @@ class TrainingGroup:
     """(name, weight) of each reward signal of the task; empty where its reward is one number."""
     success_level: float = 0.0
     """Answers with a lower reward get no positive advantage; 0 for own groups. See `pool.success_levels`."""
+    baseline: float | None = None
+    """Reward that this node's own answers to the source usually earn, with which those of others are compared; None: with each
+    other."""
     weight: float = 1.0
     """As how many answers each of its answers counts, in (0, 1]. Below 1 for a group of others that is larger than own ones."""
     is_replay: bool = False
@@ -118,6 +123,24 @@ def least_likely_stretch(logprobs: Sequence[float]) -> float:
     return values.unfold(0, min(_STRETCH_TOKENS, len(values)), 1).mean(-1).min().item()
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignGroup:
+    """A group of another node, and what this node knows of its task; see `RolloutConverter.foreign`."""
+
+    prompt: str
+    group: RolloutGroup
+    success_level: float = 0.0
+    context: PromptContext = PLAIN
+    baseline: float | None = None
+
+
+class _Spelt(NamedTuple):
+    """A group in own tokens, with its prompt."""
+
+    prompt_ids: tuple[int, ...]
+    group: RolloutGroup
+
+
 class RolloutConverter:
     """Makes training groups, and keeps the likelihood floor that own answers set for those of others.
 
@@ -158,41 +181,70 @@ class RolloutConverter:
         return TrainingGroup(prompt_ids=ids, group=group, usable_logprobs=True, is_own=True, is_replay=is_replay)
 
     def foreign(
-        self, prompt: str, group: RolloutGroup, success_level: float = 0.0, *, context: PromptContext = PLAIN
+        self,
+        prompt: str,
+        group: RolloutGroup,
+        success_level: float = 0.0,
+        *,
+        context: PromptContext = PLAIN,
+        baseline: float | None = None,
     ) -> TrainingGroup | None:
         """None, and counted, where the prompt is too long here, there is no floor yet, or nothing useful is left.
 
         Answers with a reward below `success_level` are no good examples. A group is useless where no answer that is likely
-        enough reaches this level and is better than the mean. Answers below the floor stay in the group without tokens.
+        enough reaches this level and is better than `baseline`, or than the mean without one. Answers below the floor stay in
+        the group without tokens.
         """
-        ids = tuple(self._policy.encode_prompt(prompt, context))
+        (found,) = self.foreign_groups([ForeignGroup(prompt, group, success_level, context, baseline)])
+        return found
+
+    def foreign_groups(self, offered: Sequence[ForeignGroup]) -> list[TrainingGroup | None]:
+        """As `foreign`, for several groups, whose answers are measured in as few passes as memory allows."""
+        spelt = [self._spelt(one) for one in offered]
+        likely = iter(self._without_unlikely([one for one in spelt if one is not None]))
+        return [
+            None if mine is None else self._useful(one, mine, next(likely))
+            for one, mine in zip(offered, spelt, strict=True)
+        ]
+
+    def _spelt(self, offered: ForeignGroup) -> _Spelt | None:
+        """The group in own tokens; None, and counted, where it cannot be judged here."""
+        ids = tuple(self._policy.encode_prompt(offered.prompt, offered.context))
         if not 0 < len(ids) <= self._policy.config.max_prompt_tokens:
             self.dropped["long_prompt"] += 1
             return None
         if not self._floor.is_known:
             self.dropped["no_floor_yet"] += 1
             return None
-        own = self._policy.lineage
+        known = offered.group.lineage.tokenizer == self._policy.lineage.tokenizer
+        return _Spelt(ids, self._as_spelt(offered.group if known else self._re_encoded(offered.group, offered.context)))
+
+    def _useful(self, offered: ForeignGroup, spelt: _Spelt, translated: RolloutGroup) -> TrainingGroup | None:
+        """`translated`: without tokens of answers below the floor. None, and counted, where nothing useful is left."""
+        group, own = offered.group, self._policy.lineage
         known = group.lineage.tokenizer == own.tokenizer
         same_lineage = known and group.lineage.policy == own.policy
-        spelt = self._as_spelt(group if known else self._re_encoded(group))
-        translated = self._without_unlikely(ids, spelt)
         likely = [rollout.reward for rollout in translated.rollouts if rollout.token_ids]
-        num_below = len(spelt.rollouts) - len(likely) if same_lineage else 0
+        num_below = len(spelt.group.rollouts) - len(likely) if same_lineage else 0
         best = max(likely, default=-math.inf)
-        is_usable = translated.has_reward_variance and best >= success_level and best > translated.mean_reward
+        if offered.baseline is None:
+            is_better = translated.has_reward_variance and best > translated.mean_reward
+        else:
+            is_better = best > offered.baseline
+        is_usable = is_better and best >= offered.success_level
         is_spoilt = not is_usable and len(likely) < len(group.rollouts)
         self._report(group.author, num_below / len(group.rollouts), is_spoilt)
         if not is_usable:
             self.dropped["nothing_usable"] += 1
             return None
         return TrainingGroup(
-            ids,
+            spelt.prompt_ids,
             translated,
             usable_logprobs=same_lineage,
             is_own=False,
             known_logprobs=known,
-            success_level=success_level,
+            success_level=offered.success_level,
+            baseline=offered.baseline,
         )
 
     def state(self) -> list[tuple[int, float]]:
@@ -207,15 +259,31 @@ class RolloutConverter:
         if bad > 0:
             self._report_unlikely(author, bad)
 
-    def _re_encoded(self, group: RolloutGroup) -> RolloutGroup:
-        rollouts = [self._re_encode(rollout) for rollout in group.rollouts]
+    def _re_encoded(self, group: RolloutGroup, context: PromptContext) -> RolloutGroup:
+        rollouts = [self._re_encode(rollout, context) for rollout in group.rollouts]
         return replace(group, rollouts=tuple(rollout for rollout in rollouts if rollout.token_ids))
 
-    def _re_encode(self, rollout: Rollout) -> Rollout:
-        ids = list(self._policy.encode_answer(rollout.text))
-        if rollout.finished and (ids or not rollout.text):
-            ids.append(self._policy.eos_token_ids[0])
-        return replace(rollout, token_ids=tuple(ids), logprobs=(0.0,) * len(ids))
+    def _re_encode(self, rollout: Rollout, context: PromptContext) -> Rollout:
+        """The rollout in own tokens; without any where a text cannot be encoded."""
+        ids: list[int] = []
+        turns: list[Turn] = []
+        for turn in rollout.turns:
+            answer = self._encode_answer(turn.text, finished=True)
+            reply = self._policy.encode_reply(turn.reply, turn.role, context, after_eos=True)
+            if not answer or not reply:
+                return replace(rollout, token_ids=(), logprobs=(), turns=())
+            start = len(ids) + len(answer)
+            ids += [*answer, *reply]
+            turns.append(replace(turn, start=start, stop=len(ids)))
+        last = self._encode_answer(rollout.text, finished=rollout.finished)
+        if turns and not last:
+            return replace(rollout, token_ids=(), logprobs=(), turns=())
+        ids += last
+        return replace(rollout, token_ids=tuple(ids), logprobs=(0.0,) * len(ids), turns=tuple(turns))
+
+    def _encode_answer(self, text: str, *, finished: bool) -> list[int]:
+        ids = list(self._policy.encode_answer(text))
+        return [*ids, self._policy.eos_token_ids[0]] if finished and (ids or not text) else ids
 
     def _as_spelt(self, group: RolloutGroup) -> RolloutGroup:
         """The group without answers whose ids hide tokens that no text shows, or spell another text than was rewarded."""
@@ -224,39 +292,52 @@ class RolloutConverter:
         return group if len(kept) == len(group.rollouts) else replace(group, rollouts=kept)
 
     def _is_spelt(self, rollout: Rollout) -> bool:
-        inner = rollout.token_ids[:-1] if rollout.finished else rollout.token_ids
-        return self._visible.issuperset(inner) and self._policy.decode(rollout.token_ids) == rollout.text
+        starts = [0, *(turn.stop for turn in rollout.turns)]
+        stops = [*(turn.start for turn in rollout.turns), len(rollout.token_ids)]
+        for start, stop, text in zip(starts, stops, rollout.answers, strict=True):
+            ids = rollout.token_ids[start:stop]
+            has_eos = rollout.finished if stop == len(rollout.token_ids) else ids[-1] in self._policy.eos_token_ids
+            if not self._visible.issuperset(ids[:-1] if has_eos else ids) or self._policy.decode(ids) != text:
+                return False
+        return True
 
-    def _without_unlikely(self, prompt_ids: tuple[int, ...], group: RolloutGroup) -> RolloutGroup:
-        """The group, in which answers that this policy would hardly ever write have no tokens: only their reward counts."""
-        if not self._floor.is_on or not group.rollouts:
-            return group
-        scored = self._logprobs(prompt_ids, [one.token_ids[: self._max_new_tokens] for one in group.rollouts])
-        rollouts = tuple(
-            rollout if self._floor.admits(logprobs) else replace(rollout, token_ids=(), logprobs=(), segments=())
-            for rollout, logprobs in zip(group.rollouts, scored, strict=True)
-        )
-        self.num_answers_below_floor += sum(not rollout.token_ids for rollout in rollouts)
-        return replace(group, rollouts=rollouts)
+    def _without_unlikely(self, groups: Sequence[_Spelt]) -> list[RolloutGroup]:
+        """The groups, in which answers that this policy would hardly ever write have no tokens: only their reward counts."""
+        if not self._floor.is_on:
+            return [one.group for one in groups]
+        answers = [
+            (one.prompt_ids, rollout.token_ids[: self._max_new_tokens])
+            for one in groups
+            for rollout in one.group.rollouts
+        ]
+        scored = iter(self._logprobs(answers))
+        return [
+            replace(one.group, rollouts=tuple(self._if_likely(rollout, next(scored)) for rollout in one.group.rollouts))
+            for one in groups
+        ]
+
+    def _if_likely(self, rollout: Rollout, logprobs: Sequence[float]) -> Rollout:
+        """The rollout, without tokens where they are below the floor."""
+        if self._floor.admits(list(itertools.compress(logprobs, rollout.written))):
+            return rollout
+        self.num_answers_below_floor += 1
+        return replace(rollout, token_ids=(), logprobs=(), segments=(), turns=())
 
     @torch.no_grad()
-    def _logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[list[float]]:
-        """[G][T] log-probs of the tokens under the own policy."""
-        rows: list[list[float]] = [[] for _ in answers]
-        sequences = [
-            (prompt_ids, answer) for answer in answers
-        ]  # a group of others may be larger than what fits into memory
+    def _logprobs(self, sequences: Sequence[TokenSequence]) -> list[list[float]]:
+        """[B][T] log-probs of the answers' tokens under the own policy."""
+        rows: list[list[float]] = [[] for _ in sequences]
         policy = self._policy
         parts = cut(
             sequences,
-            max_sequences=len(answers),
+            max_sequences=len(sequences),
             max_tokens=policy.micro_batch_tokens,
             shares_prompts=policy.shares_prompts,
         )
-        for part in parts:
-            scored = self._policy.token_logprobs([sequences[index] for index in part]).logprobs
+        for part in parts if sequences else ():
+            scored = policy.token_logprobs([sequences[index] for index in part]).logprobs
             for row, index in zip(scored, part, strict=True):
-                rows[index] = [float(value) for value in row[: len(answers[index])]]
+                rows[index] = [float(value) for value in row[: len(sequences[index][1])]]
         return rows
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from swarm.config import TrainingSection
 from swarm.limits.weighted_sample import weighted_order
-from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef
+from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef, Turn
 
 _KEPT_BATCHES = 16
 
@@ -76,6 +76,7 @@ def _group_state(group: RolloutGroup) -> dict[str, Any]:
                 "reward": rollout.reward,
                 "signals": [list(signal) for signal in rollout.signals],
                 "segments": [list(segment) for segment in rollout.segments],
+                "turns": [[turn.text, turn.reply, turn.role, turn.start, turn.stop] for turn in rollout.turns],
             }
             for rollout in group.rollouts
         ],
@@ -102,4 +103,5 @@ def _rollout_from(state: Mapping[str, Any]) -> Rollout:
         reward=state["reward"],
         signals=tuple((name, value) for name, value in state["signals"]),
         segments=tuple((version, num) for version, num in state["segments"]),
+        turns=tuple(Turn(*turn) for turn in state.get("turns", [])),  # absent in checkpoints of older versions
     )

@@ -179,7 +179,7 @@ class StepSums:
         self.num_clipped += (mask * terms.is_clipped).sum().item()
         self.ratio += (mask * terms.ratio).sum().item()
         self.signal += (free * terms.pull.abs()).sum().item()
-        self.entropy += entropy.sum().item()
+        self.entropy += (mask * entropy).sum().item()
         self.sampler_distance += terms.sampler_distance.sum().item()
         self.num_sampler_known += terms.sampler_known.sum().item()
         self.num_answers += len(mask)

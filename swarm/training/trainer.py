@@ -22,7 +22,7 @@ from swarm.observability.tracing import Facts, traced
 from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.micro_batch_size import TokenSequence
 from swarm.policy.policy import TextPolicy
-from swarm.training.advantages import batch_advantages, configured_advantage
+from swarm.training.advantages import batch_advantages, configured_advantage, turn_advantages
 from swarm.training.corrections import configured_correction
 from swarm.training.experience import TrainingGroup
 from swarm.training.losses import lr_factor
@@ -86,21 +86,26 @@ class Trainer:
         adapter did not.
         """
         num_parts = max(1, math.ceil(len(batch) / (self._config.groups_per_step or max(len(batch), 1))))
-        values = iter(batch_advantages(batch, self._config))  # of the whole batch, which some forms normalise over
-        by_group = [list(islice(values, len(group.group.rollouts))) for group in batch]
+        values = batch_advantages(batch, self._config)  # of the whole batch, which some forms normalise over
+        of_answers = iter(zip(values, turn_advantages(batch, self._config, values), strict=True))
+        by_group = [list(islice(of_answers, len(group.group.rollouts))) for group in batch]
         parts = [
             self._step(batch[first::num_parts], list(chain.from_iterable(by_group[first::num_parts])))
             for first in range(num_parts)
         ]
         return parts[0] if num_parts == 1 else StepReport.of_parts(parts)
 
-    def _step(self, batch: Sequence[TrainingGroup], advantages: Sequence[float | None]) -> StepReport:
+    def _step(
+        self, batch: Sequence[TrainingGroup], advantages: Sequence[tuple[float | None, tuple[float, ...]]]
+    ) -> StepReport:
+        """`advantages`: of each answer, and of its turns."""
         sequences = training_sequences(
             batch,
             self._config,
             self._max_new_tokens,
             self._stop,
-            advantages=advantages,
+            advantages=[value for value, _ in advantages],
+            by_turn=[turns for _, turns in advantages],
             policy_version=self._policy.version,
         )
         if not sequences:
@@ -174,13 +179,14 @@ class Trainer:
         """This part's share of the batch's loss; its statistics are added to `sums`."""
         # without a frozen pass π_old is the policy itself: r = 1 with the gradient of log π
         old = result.logprobs.detach() if frozen.old is None else frozen.old
-        logprobs = Logprobs(result.logprobs, old, frozen.base, frozen.has_base, result.mask)
+        mask = result.mask * part.is_trained
+        logprobs = Logprobs(result.logprobs, old, frozen.base, frozen.has_base, mask)
         terms = policy_loss(part, logprobs, self._config, self._clip_range())
-        loss = (terms.loss * result.mask * part.scales).sum()
+        loss = (terms.loss * mask * part.scales).sum()
         assert result.entropy is not None
-        sums.add(loss, terms, result.mask, result.entropy)
+        sums.add(loss, terms, mask, result.entropy)
         if self._config.adaptive_clip:
-            sums.add_bound_pulls(terms, part.scales, result.mask, self._config.clip_delta)
+            sums.add_bound_pulls(terms, part.scales, mask, self._config.clip_delta)
         return loss
 
     def _clip_range(self) -> ClipRange:

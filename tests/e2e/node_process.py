@@ -18,12 +18,17 @@ T = TypeVar("T")
 
 
 def node_settings(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Small and quick, on one thread; `sections` are merged over it."""
+    """Small and quick, on one thread; `sections` are merged over it.
+
+    A node with a network rests half of its time: rounds that it computes while it waits for others take time from them.
+    """
+    is_alone = sections.get("network", {}).get("backend") == "off"
     base: dict[str, dict[str, Any]] = {
-        "node": {"dir": str(folder), "threads": 1},
+        "node": {"dir": str(folder), "threads": 1, "duty_cycle": 1.0 if is_alone else 0.5},
         "network": {"poll_interval_s": 0.2},
         "rollouts": {"groups_per_round": 6, "group_size": 4, "max_new_tokens": 12},
         "sharing": {"own_groups": 3, "swarm_groups": 3},
+        "training": {"micro_batch_sequences": 32},
         "checkpoint": {"interval_rounds": 3},
         "evaluation": {"tasks_per_source": 0},
     }

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -83,3 +83,41 @@ async def test_peer_whose_subscriptions_were_lost_is_heard_again(planes: tuple[P
         mesh.clear()
     await until_heard(second, first)
     await until_heard(first, second)
+
+
+async def test_a_peer_that_stays_silent_is_hung_up_on_again_and_later_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The end of the old connection may come after what the peer has said on the new one, and undo it."""
+    gossip, now, hung_up = Libp2pGossip(NetworkContext.of(NetworkSection(), Identity(bytes(32)))), [0.0], list[float]()
+
+    class Host:
+        def peers(self) -> tuple[str, ...]:
+            return ("peer",)
+
+        async def disconnect(self, peer_id: str) -> None:
+            hung_up.append(now[0])
+
+    class Pubsub:
+        peer_topics: ClassVar[dict[str, set[str]]] = {TOPIC: {"peer"}}
+
+    monkeypatch.setattr("swarm.network.libp2p.gossip.time.monotonic", lambda: now[0])
+    gossip._pubsub = Pubsub()  # type: ignore[assignment]
+
+    async def look_until(time_s: float) -> None:
+        while now[0] < time_s:
+            await gossip._hang_up_on_forgotten(Host())  # type: ignore[arg-type]
+            now[0] += 1
+
+    await look_until(10)
+    assert not hung_up
+    Pubsub.peer_topics.clear()
+    await look_until(100)
+    assert hung_up == [15, 26, 47, 88], "after 5, 10, 20 and 40 s of silence"
+    Pubsub.peer_topics[TOPIC] = {"peer"}
+    await look_until(110)
+    Pubsub.peer_topics.clear()
+    await look_until(117)
+    assert hung_up[4:] == [115], "heard in between: as the first time"
+    await look_until(20_000)
+    assert hung_up[-1] - hung_up[-2] == 601

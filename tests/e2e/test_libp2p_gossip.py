@@ -346,7 +346,7 @@ async def test_a_plane_that_broke_down_is_opened_again_at_its_port_and_finds_its
         broken = a.pubsub
         a.plane._host._guest.call_soon(lambda: broken.manager.run_task(break_down))  # type: ignore[union-attr]
         await until(lambda: a.plane.num_restarts == 1 and a.plane._pubsub not in (None, broken))
-        assert a.plane.addresses == addresses
+        await until(lambda: a.plane.addresses == addresses)
         await until(lambda: b.peer_id in a.mesh and a.peer_id in b.mesh)
         await a.plane.publish(TOPIC, b"good again")
         await b.until_got(b"good again")

@@ -23,8 +23,8 @@ from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
 from swarm.sharing.body_store import BODY_PROTOCOL
 from swarm.sharing.index import Shard, experience_key, subkey
-from swarm.tasks.task_mixture import TaskMixture, score
-from swarm.tasks.task_source import prompt_digest
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import prompt_digest, score
 from swarm.types import GroupSummary, Header, Rollout, RolloutGroup, SignedRecord, Task
 from tests.e2e.node_process import NodeProcess, node_settings, wait_for
 

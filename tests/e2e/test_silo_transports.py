@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swarm.config import Config, parse
-from swarm.config.node_folder import NodeFolder
 from swarm.errors import RequestError
+from swarm.machine.node_folder import NodeFolder
 from swarm.network.index_entry import UNSIGNED, IndexValidator
 from swarm.network.transport import Contact, Transport, ValidationResult
 from swarm.records.codec import encode_record

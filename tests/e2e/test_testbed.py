@@ -18,7 +18,7 @@ DEADLINE_S = 120.0
 QUICK = [
     "--nodes", "2", "--dir", "run", "--rollouts.groups_per_round", "4", "--rollouts.group_size", "4",
     "--sharing.own_groups", "2", "--sharing.swarm_groups", "2", "--rollouts.max_new_tokens", "8",
-    "--evaluation.tasks_per_source", "1",
+    "--evaluation.tasks_per_source", "1", "--training.micro_batch_sequences", "32", "--node.duty_cycle", "0.6",
 ]  # fmt: skip
 
 

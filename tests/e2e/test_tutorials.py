@@ -1,8 +1,9 @@
 """The commands of the documentation, run as a newcomer would: in a fresh folder, one after the other.
 
-A block that begins with `# leave this running` stays up until its page ends. ADDRESS stands for the address that such a
-command printed, REQUEST and INVITATION for what the command before printed, MEMBER for a member's peer id. Ports are
-exchanged for free ones. Long runs are cut to a few rounds: what is tested is that the commands work in their order.
+A block that begins with `# leave this running` stays up until its page ends. An indented block whose first line is `# NAME.py`
+or `# NAME.toml` is that file. ADDRESS stands for the address that a running command printed, REQUEST and INVITATION for what the
+command before printed, MEMBER for a member's peer id. Ports are exchanged for free ones. Runs are cut to few small rounds: what
+is tested is that the commands work in their order.
 """
 
 import json
@@ -12,6 +13,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import textwrap
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,17 +23,34 @@ import pytest
 from tests.swarm_process import SwarmProcess, swarm
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ["getting-started.md", "tutorials/testbed.md", "tutorials/public.md", "tutorials/silo.md"]
+PAGES = [
+    "getting-started.md",
+    "rewards.md",
+    "tutorials/testbed.md",
+    "tutorials/public.md",
+    "tutorials/silo.md",
+    "tutorials/your-own-task.md",
+]
 KEEP_RUNNING = "# leave this running"
 ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+")
 LENGTH = re.compile(r"(--rounds|--node\.max_rounds) (\d+)")
-MAX_ROUNDS = 3
+WARM_START = re.compile(r"^steps = \d+", re.MULTILINE)
+MAX_ROUNDS = 2
+SMALL = {"rollouts.groups_per_round": 4, "evaluation.tasks_per_source": 1}
+"""Settings of the nodes of a page, where it does not set them itself."""
 _COMMAND_S = 240
 
 
 def blocks(page: str) -> list[list[str]]:
     """Lines of each block of commands."""
     return [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", (DOCS / page).read_text(), re.S)]
+
+
+def files(page: str) -> dict[str, str]:
+    """{name: text} of the indented blocks whose first line is the name of a file."""
+    first = r"    # (\w+\.(?:py|toml))\n"
+    rest = rf"((?:(?!{first})(?:    .*\n|\n))+)"
+    return {one[1]: textwrap.dedent(one[2]) for one in re.finditer(f"^{first}{rest}", (DOCS / page).read_text(), re.M)}
 
 
 class Newcomer:
@@ -68,6 +87,8 @@ class Newcomer:
 
     def _words(self, line: str) -> list[str]:
         line = line.replace("38000", self._port)
+        if re.match(r"swarm (run|testbed|join) (?!.*--(check|dry-run))", line):
+            line += "".join(f" --{name} {value}" for name, value in SMALL.items() if name not in line)
         return [self._standing_for(word) for word in shlex.split(line, comments=True)]
 
     def _standing_for(self, word: str) -> str:
@@ -107,6 +128,8 @@ def _free_port() -> int:
 def test_commands_of_the_page_work_in_their_order(page: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         newcomer = Newcomer(tmp_path, stack)
+        for name, text in files(page).items():
+            (tmp_path / name).write_text(WARM_START.sub(f"steps = {MAX_ROUNDS}", text))
         for block in blocks(page):
             if block[0] == KEEP_RUNNING:
                 (line,) = block[1:]

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from swarm.config import SharingSection, load
+from swarm.config import LOCAL_SETTINGS, SharingSection, load
 from swarm.manifest.manifest import create, dump
 from swarm.node.process import run_node
 from swarm.pool.experience_pool import ExperiencePool
@@ -56,7 +56,7 @@ def fill(folder: Path) -> None:
     reputation.save()
     write_export(READER, folder / "identity.sealed", PASSPHRASE)
     founder = Identity(b"f" * 32)
-    tasks = [load().tasks.sources[0].model_dump(exclude={"path"})]
+    tasks = [load().tasks.sources[0].model_dump(exclude=LOCAL_SETTINGS)]
     manifest = create(founder, "friends", PROTOCOL_VERSION, NOW, tasks=tasks, bases=["bundled"])
     (folder / "manifest.toml").write_text(dump(manifest, founder))
 

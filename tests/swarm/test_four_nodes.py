@@ -51,7 +51,9 @@ def test_four_nodes_learn_from_each_other_on_a_lossy_network(tmp_path: Path) -> 
 
 def test_a_node_alone_in_the_swarm_trains_on_its_own(tmp_path: Path) -> None:
     network = MemoryNetwork(random.Random(7), time.time)
-    node = make_node(network, node_config(tmp_path, max_rounds=6), 0)
+    config = node_config(tmp_path, max_rounds=6)
+    config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"tasks_per_source": 2})})
+    node = make_node(network, config, 0)
     assert asyncio.run(node.run())
     last = last_round(node)
     assert last["round"] == 6

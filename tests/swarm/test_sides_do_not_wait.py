@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swarm.config import SharingSection
-from swarm.config.node_folder import NodeFolder
+from swarm.machine.node_folder import NodeFolder
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.node.node import Node
 from swarm.node.watchdog import Watchdog

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from swarm.config import Config, parse
-from swarm.config.node_folder import NodeFolder
+from swarm.machine.node_folder import NodeFolder
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.transport import Transport
 from swarm.node import node as node_module
@@ -26,12 +26,13 @@ def node_config(folder: Path, max_rounds: int | None = None, **rollouts: int) ->
     """Rounds of a few tenths of a second, without an end where `max_rounds` is None."""
     return parse(
         {
-            "node": {"dir": str(folder), "threads": 1} | ({"max_rounds": max_rounds} if max_rounds else {}),
+            "node": {"dir": str(folder), "threads": 1, "duty_cycle": 0.4}
+            | ({"max_rounds": max_rounds} if max_rounds else {}),
             "network": {"poll_interval_s": 0.05, "request_timeout_s": 1.0},
             "rollouts": {"groups_per_round": 6, "group_size": 4, "max_new_tokens": 12, **rollouts},
             "sharing": {"own_groups": 3, "swarm_groups": 3},
             "training": {"micro_batch_sequences": 32},
-            "evaluation": {"tasks_per_source": 2},
+            "evaluation": {"tasks_per_source": 0},
             "observability": {"http": False},
         }
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -40,13 +41,18 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_tiny_models(tmp_path_factory.mktemp("tiny-models"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_policy(tiny_models: dict[str, Path]) -> Callable[..., Policy]:
-    """`make_policy("llama", trained=True, rank=4, …)`: see `tiny_models.build_policy`."""
+    """`make_policy("llama", trained=True, rank=4, …)`: see `tiny_models.build_policy`. A copy of the first such policy."""
     from tests.unit.tiny_models import build_policy
 
+    built: dict[str, Policy] = {}
+
     def make(name: str = "llama", **settings: object) -> Policy:
-        return build_policy(tiny_models[name], **settings)  # type: ignore[arg-type]
+        key = f"{name} {sorted(settings.items())}"
+        if key not in built:  # loading one takes four times as long as copying it
+            built[key] = build_policy(tiny_models[name], **settings)  # type: ignore[arg-type]
+        return copy.deepcopy(built[key])
 
     return make
 

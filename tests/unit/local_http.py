@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-Answer = Callable[[str, str, bytes], tuple[int, bytes]]
-"""(method, path, body) → (status, body as JSON or whatever was asked for)."""
+Answer = Callable[[str, str, bytes], tuple[int, bytes] | tuple[int, bytes, dict[str, str]]]
+"""(method, path, body) → (status, body as JSON or whatever was asked for, further headers)."""
 
 
 @dataclass
@@ -26,13 +26,15 @@ def local_http(answer: Answer, content_type: str = "application/json") -> Iterat
         def _respond(self) -> None:
             body = self._body()
             received.requests.append((self.command, self.path, body))
-            status, content = answer(self.command, self.path, body)
+            status, content, *headers = answer(self.command, self.path, body)
             received.arrived.set()
             self.send_response(status)
             self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(content)))
+            for name, value in (headers[0] if headers else {}).items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(content)
+            self.wfile.write(content if self.command != "HEAD" else b"")
 
         def _body(self) -> bytes:
             if self.headers.get("Transfer-Encoding") != "chunked":

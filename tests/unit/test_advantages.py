@@ -104,3 +104,14 @@ def test_gdpo_batch_has_no_mean_and_unit_spread():
     values = np.array([3.0, -1.0, 0.5, 2.5, -4.0])
     expected = (values - values.mean()) / (values.std(ddof=1) + 1e-6)
     assert gdpo_batch(torch.tensor(values)).tolist() == pytest.approx(expected.tolist(), rel=1e-13)
+
+
+def test_answers_of_others_are_compared_with_what_own_ones_earn():
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    # V = .2, deviation sqrt(.2 · .8) = .4: .8 / .4 = 2 and -.2 / .4 = -.5
+    assert ADVANTAGES.make("grpo", {}, "").of_others(rewards, 0.2).tolist() == pytest.approx([2, -0.5, 2, 2, -0.5])
+    # V = .01: .99 / .0995 = 9.95 is more than the sqrt(5 - 1) = 2 that one success among five can give
+    assert ADVANTAGES.make("grpo", {}, "").of_others(rewards, 0.01)[0].item() == 2
+    assert ADVANTAGES.make("dr_grpo", {}, "").of_others(rewards, 0.2).tolist() == pytest.approx(
+        [0.8, -0.2, 0.8, 0.8, -0.2]
+    )

@@ -9,7 +9,7 @@ import pytest
 from swarm.errors import ConfigError
 from swarm.experiments.attacks.attacks_report import attack_table, figures, final_reward, in_turn_table, memory_table
 from swarm.experiments.attacks.hostile import Attack
-from swarm.experiments.attacks.plan import ALL, ATTACKS, DEFENCES, DEFENDED, OPEN, AttackPlan, chosen_attacks
+from swarm.experiments.attacks.plan import ALL, ATTACKS, DEFENCES, DEFENDED, EPISODES, OPEN, AttackPlan, chosen_attacks
 from swarm.extensions import points
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.rejection import Rejection
@@ -96,12 +96,14 @@ def test_what_an_attack_sends_is_told_for_what_it_is_and_no_honest_node_pays(
 def test_every_attack_meets_both_defences_and_the_control_comes_first() -> None:
     plan = AttackPlan(seeds=(0, 1))
     cells = plan.cells()
-    assert len({cell.digest for cell in cells}) == len(cells) == 3 + 2 + 3 * 3 + 3 * len(ATTACKS)
+    assert len({cell.digest for cell in cells}) == len(cells) == 3 + 2 + 2 + 3 * 3 + 3 * len(ATTACKS)
     assert [cell.settings["attack"] for cell in cells[:2]] == ["none", "none"]
     assert {cell.settings["defence"] for cell in cells[:2]} == {DEFENDED}
     assert {cell.settings["seed"] for cell in cells if cell.settings["defence"] == OPEN} == {0}
-    assert len(AttackPlan(seeds=(0, 1, 2, 3), numbers=(4,)).cells()) == 5 + 4 + 5 + 5 * len(ATTACKS)
-    assert {c.settings["num_hostile"] for c in cells if c.settings["attack"] in ATTACKS} == {4}
+    assert len(AttackPlan(seeds=(0, 1, 2, 3), numbers=(4,)).cells()) == 5 + 4 + 4 + 5 + 5 * len(ATTACKS)
+    assert {c.settings["num_hostile"] for c in cells if c.settings["attack"] in ATTACKS} == {0, 4}
+    quiet = [c.settings["attack"] for c in cells if not c.settings["num_hostile"]]
+    assert sorted(quiet) == [*[EPISODES] * 2, *["none"] * 3], "a game without an attack beside forged episodes"
 
 
 def test_names_of_attacks_are_checked() -> None:

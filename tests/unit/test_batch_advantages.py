@@ -135,3 +135,13 @@ def test_settings_without_effect_are_refused(settings_: dict[str, str], message:
     with pytest.raises(ConfigError, match=message):
         load((), settings_)
     load((), {"training.advantage": "median", "rollouts.group_size": "9"})
+
+
+def test_a_group_that_is_all_right_teaches_who_is_not_yet_there():
+    solved = replace(training_group([1.0, 1.0, 1.0]), is_own=False, baseline=0.5)
+    usual = training_group([1.0, 0.0])
+    values = batch_advantages([solved, usual], section("grpo"))
+    assert values[:3] == pytest.approx([1.0, 1.0, 1.0])  # (1 - .5) / .5
+    assert values[3:] == pytest.approx([2**-0.5, -(2**-0.5)], rel=1e-5), "own groups as ever"
+    no_success = replace(training_group([0.4, 0.4]), is_own=False, baseline=0.2, success_level=1.0)
+    assert batch_advantages([no_success], section("grpo")) == [None, None]

@@ -134,7 +134,7 @@ def test_a_flood_of_headers_is_forgotten_first_come_first() -> None:
 
 
 def test_the_cursor_goes_on_from_a_beacon_once_and_a_checkpoint_remembers_it() -> None:
-    mixture = TaskMixture(TasksSection(sources=(TaskSourceSection(name="gcd"),)))
+    mixture = TaskMixture(TasksSection(sources=(TaskSourceSection(name="gcd"),), held_out_share=0))
     cursor = TaskCursor(mixture, 99, random.Random(0))
     cursor.follow(AUTHOR, b"")
     assert [task.ref.index for task in cursor.draw(2)] == [0, 1]

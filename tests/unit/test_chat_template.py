@@ -38,7 +38,7 @@ class Tokenizer:
 
 
 def frame(template: str, context: PromptContext = PLAIN) -> PromptFrame | None:
-    return prompt_frames(Tokenizer(template), [context], is_own=False)[context]
+    return prompt_frames(Tokenizer(template), [(context, None)], is_own=False)[context, None]
 
 
 def test_ordinary_templates_are_the_text_around_a_prompt() -> None:

@@ -21,6 +21,8 @@ SILO = ("--network.backend", "off", "--sharing.swarm_groups", "0")
 
 def test_version_and_help() -> None:
     assert swarm("--version").stdout.strip() == f"swarm {__version__}"
+    module = subprocess.run([sys.executable, "-m", "swarm", "--version"], capture_output=True, text=True, check=True)
+    assert module.stdout.strip() == f"swarm {__version__}"
     told = swarm("--help").stdout
     commands = (
         "init", "run", "testbed", "bootstrap", "status", "top", "peers", "logs", "eval", "sample", "export", "identity", "config"

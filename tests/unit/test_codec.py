@@ -30,7 +30,7 @@ from swarm.records.codec import (
     readable_answer_tokens,
 )
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.types import BEACON_BYTES, Header, RolloutGroup, SignedRecord
+from swarm.types import BEACON_BYTES, Header, RolloutGroup, SignedRecord, Turn
 from tests.unit.experience_factory import ALICE, LINEAGE, body_and_header, group, header_of, rollout, signed
 
 
@@ -47,6 +47,37 @@ def test_header_comes_back_equal_and_fits_into_an_index_entry() -> None:
     assert len(record) <= 700 <= MAX_RECORD_BYTES
     envelope = decode_record(record)
     assert decode_header(envelope.payload, envelope.author) == header
+
+
+def episode(*places: tuple[int, int]) -> RolloutGroup:
+    """A group whose first rollout has turns with replies at these places among 12 tokens."""
+    turns = tuple(Turn(f"answer {start}", "reply é", "tool", start, stop) for start, stop in places)
+    one = replace(rollout("right"), token_ids=tuple(range(1, 13)), logprobs=(-0.5,) * 12, turns=turns)
+    return replace(group(), rollouts=(one, rollout("wrong")))
+
+
+def test_an_episode_comes_back_equal() -> None:
+    sent = episode((2, 4), (5, 8))
+    assert decode_body(encode_body([sent]), ALICE.peer_id, LINEAGE, 7) == (sent,)
+    assert fits_into_body([sent]) and needed_answer_tokens([sent], 0) == 4096
+    long = replace(sent.rollouts[0].turns[0], reply="x" * 40_000)
+    sent = replace(sent, rollouts=(replace(sent.rollouts[0], turns=(long,)), sent.rollouts[1]))
+    assert needed_answer_tokens([sent], 0) > 5000
+
+
+@pytest.mark.parametrize(
+    "places", [[(0, 2)], [(2, 2)], [(4, 2)], [(2, 12)], [(2, 5), (5, 7)], [(6, 8), (2, 4)], [(2, 99)]]
+)
+def test_turns_that_do_not_follow_one_another_are_malformed(places: list[tuple[int, int]]) -> None:
+    body = encode_body([episode(*places)])
+    assert reason_of(decode_body, body, ALICE.peer_id, LINEAGE, 7) is Rejection.MALFORMED
+
+
+def test_more_turns_than_an_episode_has_are_malformed() -> None:
+    turns = tuple(Turn("", "", "user", 2 * n + 1, 2 * n + 2) for n in range(64))
+    one = replace(rollout("right"), token_ids=(1,) * 200, logprobs=(-0.5,) * 200, turns=turns)
+    body = encode_body([replace(group(), rollouts=(one, rollout("wrong")))])
+    assert reason_of(decode_body, body, ALICE.peer_id, LINEAGE, 7) is Rejection.MALFORMED
 
 
 def test_body_comes_back_equal() -> None:

@@ -3,6 +3,7 @@
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_override_is_a_toml_value_or_plain_text(key: str, text: str, expected: o
         (
             "training.advantage",
             '"ppo"',
-            "must be one of grpo, dr_grpo, median, gdpo or one that an installed package offers",
+            "must be one of grpo, dr_grpo, median, gdpo, gigpo or one that an installed package offers",
         ),
         ("training.advantage", '"grop"', "got 'grop'; set training.advantage to 'grpo'"),
         ("tasks.sources", '[{name="gcd", kind="reasoninggym"}]', "set tasks.sources.0.kind to 'reasoning_gym'"),
@@ -107,7 +108,8 @@ def test_the_file_with_the_mistake_is_named(tmp_path: Path) -> None:
 
 def test_other_names_lead_to_settings_that_there_are() -> None:
     assert set(_ALIASES.values()) <= set(_known_keys(Config))
-    assert not set(_ALIASES) & {key.rpartition(".")[2] for key in _known_keys(Config)}
+    sections = {alias: target.partition(".")[0] for alias, target in _ALIASES.items()}
+    assert not {f"{section}.{alias}" for alias, section in sections.items()} & set(_known_keys(Config))
 
 
 OLD_VALUES = {
@@ -305,3 +307,16 @@ def test_defaults_of_language_models_do_not_count_as_set() -> None:
     config = parse({"policy": {"base": "some/model"}, "rollouts": {"max_new_tokens": 512}, "training": {"lr": 2e-5}})
     assert config.policy.model_fields_set == {"base"}
     assert (config.rollouts.model_fields_set, config.training.model_fields_set) == ({"max_new_tokens"}, {"lr"})
+
+
+def test_a_policy_that_examples_have_made_sure_takes_smaller_steps() -> None:
+    def lr(**sections: Any) -> float:
+        return parse(sections).training.lr
+
+    started = {"warm_start": {"steps": 100}}
+    assert lr(**started) == lr(**started, policy={"base": "bundled-reasoning"}) == 3e-4
+    assert lr() == lr(warm_start={"steps": 0}) == 1e-3
+    assert lr(**started, training={"lr": 5e-3}) == 5e-3
+    assert lr(**started, policy={"base": "some/model"}) == 2e-5
+    assert parse({**started, "policy": {"base": "bundled-reasoning"}}).rollouts.max_new_tokens == 256
+    assert "lr" not in parse(started).training.model_fields_set

@@ -81,3 +81,24 @@ def test_hostile_logprobs_stay_finite():
     claimed = torch.tensor([[-1e30, 0.0]])
     log_w = masked_log_ratio(torch.tensor([[-1.0, -1e30]]), claimed, torch.ones(1, 2))
     assert torch.isfinite(correction_weights(log_w, torch.ones(1, 2), "tis", 2.0)).all()
+
+
+def test_shaped_weights_keep_good_answers_that_the_policy_hardly_writes():
+    def factors(advantage: float, half_weight: float = 0.1) -> list[float]:
+        tokens = OffPolicyTokens(LOG_W, torch.zeros_like(LOG_W), MASK, torch.full((2, 1), advantage))
+        found: torch.Tensor = CORRECTIONS.make("shaped+opsm", {"half_weight": half_weight}, "").factors(
+            tokens, TrainingSection()
+        )
+        return found[MASK > 0].tolist()
+
+    weights = [1.0, math.e, math.exp(-0.1), math.exp(-0.9), math.exp(-2.8)]
+    assert factors(1.0) == pytest.approx([1.1 * w / (w + 0.1) for w in weights])
+    assert factors(1.0)[-1] > 0.4 > 6 * weights[-1], "of e^-2.8 = .06 tis leaves no more than that"
+    assert max(factors(1.0)) < 1.1
+    assert factors(-1.0) == pytest.approx([min(w, 2.0) for w in weights])
+
+
+def test_shaped_weights_drop_bad_answers_far_from_the_policy():
+    tokens = OffPolicyTokens(LOG_W, LOG_W, MASK, -torch.ones(2, 1))
+    found: torch.Tensor = CORRECTIONS.make("shaped+opsm", {}, "").factors(tokens, TrainingSection())
+    assert found[1, :2].tolist() == [0.0, 0.0] and found[0, 0].item() == 1.0

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from swarm import __version__
-from swarm.config.node_folder import NodeFolder
 from swarm.errors import ConfigError, UnexpectedError
+from swarm.machine.node_folder import NodeFolder
 from swarm.node.crash_report import CrashReports, crash_reports
 
 

@@ -36,6 +36,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "experiment offpolicy": ["--seeds", "nonsense"],
     "experiment recovery": ["--seeds", "nonsense"],
     "experiment sapo": ["--seeds", "nonsense"],
+    "experiment sharing": ["--seeds", "nonsense"],
     "export": ["out", "--dir", "node"],
     "identity export": ["backup"],
     "identity import": ["backup"],

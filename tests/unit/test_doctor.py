@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from swarm.config import NetworkSection, parse
-from swarm.config.node_folder import NodeFolder
 from swarm.diagnostics.accelerator import check_accelerator
 from swarm.diagnostics.check_result import CheckResult, Level
 from swarm.diagnostics.machine import (
@@ -24,6 +23,7 @@ from swarm.diagnostics.machine import (
     check_ports,
 )
 from swarm.diagnostics.swarm_view import PeerView, check_swarm, check_unanswered, judge_views
+from swarm.machine.node_folder import NodeFolder
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.peers.dialling import StoredPeer, write_peers
 from swarm.network.tcp_address import TcpAddress

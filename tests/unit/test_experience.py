@@ -19,11 +19,11 @@ from swarm.config import PolicySection, TrainingSection
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence
 from swarm.policy.policy import Policy, load_policy
 from swarm.sharing.reputation import Reputation
-from swarm.training.experience import LikelihoodFloor, RolloutConverter, least_likely_stretch
+from swarm.training.experience import ForeignGroup, LikelihoodFloor, RolloutConverter, least_likely_stretch
 from swarm.training.micro_batch import TrainingSequence, training_sequences
 from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.training.trainer import Trainer
-from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef
+from swarm.types import PLAIN, Lineage, Rollout, RolloutGroup, TaskRef
 from tests.unit.experience_factory import Clock
 from tests.unit.tiny_models import SHAPE, build_policy, sampled_groups
 
@@ -134,7 +134,7 @@ def test_a_text_over_which_the_tokenizer_panics_costs_that_answer_alone(
     good, *others = sampled.group.rollouts
     rollouts = (replace(good, text=trigger, finished=True), *others)
     stranger = replace(sampled.group, rollouts=rollouts, lineage=Lineage("1" * 32, "2" * 32))
-    read = translator(policy)._re_encoded(stranger)
+    read = translator(policy)._re_encoded(stranger, PLAIN)
     assert [one.text for one in read.rollouts] == [one.text for one in others]
     assert translator(policy).foreign(trigger, stranger) is None
 
@@ -299,9 +299,9 @@ class Measuring(RolloutConverter):
 
     measured: list[int]
 
-    def _logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[list[float]]:
-        self.measured = [len(answer) for answer in answers]
-        return super()._logprobs(prompt_ids, answers)
+    def _logprobs(self, sequences: Sequence[TokenSequence]) -> list[list[float]]:
+        self.measured = [len(answer) for _, answer in sequences]
+        return super()._logprobs(sequences)
 
 
 def test_an_answer_too_long_once_re_encoded_is_not_trained_on_and_measured_by_its_beginning(
@@ -319,27 +319,51 @@ def test_an_answer_too_long_once_re_encoded_is_not_trained_on_and_measured_by_it
     assert trained[0].advantage == pytest.approx(2 / 3)
 
 
-def test_a_large_group_is_measured_in_parts_that_fit_into_memory(
-    llama: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others may send 64 answers where this node has memory for a few."""
-    at_once: list[int] = []
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many answers go through a model together."""
+    found: list[int] = []
     measure = Policy.token_logprobs
 
     def watched(policy: Policy, answers: Sequence[TokenSequence]) -> TokenLogprobs:
-        at_once.append(len(answers))
+        found.append(len(answers))
         return measure(policy, answers)
 
     monkeypatch.setattr(Policy, "token_logprobs", watched)
+    return found
+
+
+def test_a_large_group_is_measured_in_parts_that_fit_into_memory(
+    llama: Policy, at_once: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may send 64 answers where this node has memory for a few."""
     group = written_by(llama, *(str(number) for number in range(11)))
     prompt, answers = tuple(llama.encode_prompt(PROMPT)), [one.token_ids for one in group.rollouts]
-    whole = translator(llama)._logprobs(prompt, answers)
+    whole = translator(llama)._logprobs([(prompt, answer) for answer in answers])
     assert at_once.pop() == len(answers)
     monkeypatch.setattr(llama, "micro_batch_tokens", 2 * len(prompt))
-    in_parts = translator(llama)._logprobs(prompt, answers)
+    in_parts = translator(llama)._logprobs([(prompt, answer) for answer in answers])
     assert len(at_once) > 2 and sum(at_once) == len(answers)
     assert [len(row) for row in in_parts] == [len(answer) for answer in answers]
     assert in_parts == [pytest.approx(row, abs=1e-5) for row in whole]
+
+
+def test_several_groups_are_measured_together_as_they_are_one_by_one(
+    llama: Policy, neox: Policy, at_once: list[int]
+) -> None:
+    groups = [written_by(llama, "12", "13"), written_by(neox, "7", "12", "1"), written_by(llama, "12", "5", "x" * 9)]
+    offered = [
+        ForeignGroup(prompt, group) for prompt, group in zip(("2 + 10 = ", PROMPT, "what?"), groups, strict=True)
+    ]
+    offered.insert(1, ForeignGroup("x" * 100_000, groups[0]))
+    together, apart = translator(llama, 0.5), translator(llama, 0.5)
+    for reader in (together, apart):
+        reader.observe_own([(-3.0,)] * 64)
+    found = together.foreign_groups(offered)
+    assert at_once == [8] and found[1] is None
+    assert found == [apart.foreign(one.prompt, one.group) for one in offered]
+    assert together.dropped == apart.dropped and together.num_answers_below_floor == apart.num_answers_below_floor
+    assert together.foreign_groups([]) == []
 
 
 def test_nothing_of_others_is_trained_on_before_there_is_a_floor(llama: Policy, neox: Policy) -> None:
@@ -356,7 +380,8 @@ def own_level_above(policy: Policy, *unlikely: str) -> list[tuple[float, ...]]:
     """Own answers of which these texts are just below the floor."""
     reader = translator(policy)
     ids = [(*policy.encode_answer(text), policy.eos_token_ids[0]) for text in unlikely]
-    scored = reader._logprobs(tuple(policy.encode_prompt(PROMPT)), ids)
+    prompt = tuple(policy.encode_prompt(PROMPT))
+    scored = reader._logprobs([(prompt, answer) for answer in ids])
     level = max(least_likely_stretch(row) + 7 / min(len(row), 16) for row in scored) + 0.01
     return [(level,) * len(ids[0])] * 64
 
@@ -462,7 +487,7 @@ def test_an_author_of_which_something_is_useful_is_not_reported_for_a_quarter_of
 ) -> None:
     group = written_by(llama, "12", "13", "14", "zqxj~^zqxj~^", rewards=(1.0, 0.0, 0.0, 1.0))
     prompt = tuple(llama.encode_prompt(PROMPT))
-    unlikely = translator(llama)._logprobs(prompt, [group.rollouts[3].token_ids])[0]
+    unlikely = translator(llama)._logprobs([(prompt, group.rollouts[3].token_ids)])[0]
     reported: list[str] = []
     reader = RolloutConverter(llama, 0.5, 64, lambda author, bad: reported.append(author))
     above = least_likely_stretch(unlikely) + 7 / len(unlikely) + 0.01  # so that the floor is just above that answer

@@ -35,7 +35,7 @@ def mixed_run(arm: str, seed: int, rewards: tuple[float, float]) -> dict[str, An
 
 def test_every_correction_meets_every_kind_of_data_once_per_seed() -> None:
     cells = OffPolicyPlan(seeds=(0, 1)).cells()
-    assert len(cells) == len({cell.digest for cell in cells}) == 2 * 5 * len(CORRECTIONS) == 70
+    assert len(cells) == len({cell.digest for cell in cells}) == 2 * 5 * len(CORRECTIONS) == 80
 
 
 def test_delayed_data_is_sampled_by_the_version_of_then() -> None:

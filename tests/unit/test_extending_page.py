@@ -17,9 +17,11 @@ import torch
 from swarm.config import TaskSourceSection, TasksSection, parse
 from swarm.extensions import points
 from swarm.extensions.registry import BuiltIn, Isolation, Registry
+from swarm.tasks.environments.tool import ToolError
 from swarm.tasks.final_answers import FinalAnswerRule, final_answer
 from swarm.tasks.task_cursor import DifficultyTable
-from swarm.tasks.task_mixture import TaskMixture, score
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import score
 from swarm.training.advantages import Advantage
 from swarm.training.corrections import Correction
 from tests.unit.test_extension_contracts import group_of
@@ -73,6 +75,13 @@ def test_task_source_and_choice_keep_their_contracts(added: dict[str, Any]) -> N
     rng = random.Random(0)
     drawn = [added["half_solved"]().choose(table, {"solved": 1.0, "open": 1.0}, rng) for _ in range(300)]
     assert 0 < drawn.count("solved") < 60
+
+
+def test_a_tool_keeps_its_contract(added: dict[str, Any]) -> None:
+    tool = added["count_letters"](added["count_letters"].Parameters(), None, None)
+    assert tool.run("r, strawberry") == "3"
+    with pytest.raises(ToolError, match="write a letter"):
+        tool.run("strawberry")
 
 
 def test_a_rule_for_final_answers_keeps_its_contract(added: dict[str, Any]) -> None:

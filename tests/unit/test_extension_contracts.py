@@ -21,20 +21,33 @@ from swarm.config import TaskSourceSection, TasksSection, TrainingSection
 from swarm.errors import SwarmError
 from swarm.extensions import points
 from swarm.extensions.registry import Isolation, Registry
+from swarm.tasks.environments.episodes import scored
+from swarm.tasks.environments.tool import Tool, ToolError
+from swarm.tasks.environments.tool_source import tools_of
 from swarm.tasks.signalled_source import RewardSignal
 from swarm.tasks.task_cursor import DifficultyTable, TaskChoice
-from swarm.tasks.task_mixture import TaskMixture, assess, owns_stream, score, training_seed
-from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, MAX_TEXT_CHARS, TaskFailure, UnknownTask
+from swarm.tasks.task_mixture import TaskMixture, owns_stream, training_seed
+from swarm.tasks.task_source import (
+    EVALUATION_SEED,
+    INDEX_SPAN,
+    MAX_SEED,
+    MAX_TEXT_CHARS,
+    TaskFailure,
+    UnknownTask,
+    assess,
+)
 from swarm.tasks.verifiers import MAX_ANSWER_CHARS, Verifier
 from swarm.training.advantages import Advantage, GroupRewards
 from swarm.training.corrections import Correction, OffPolicyTokens
-from swarm.types import TaskRef
+from swarm.types import Rollout, Task, TaskRef
 
-EXAMPLE_KIND, EXAMPLE_ADVANTAGE = "near_sums", "rank"
+EXAMPLE_KIND, EXAMPLE_ENVIRONMENT, EXAMPLE_ADVANTAGE = "near_sums", "stones", "rank"
 SECTIONS: dict[str, dict[str, Any]] = {
     "reasoning_gym": {"name": "chain_sum"},
     "jsonl": {"name": "mine", "path": "tasks.jsonl"},
+    "dataset": {"name": "rows", "path": "tasks.jsonl"},
     "code": {"name": "list_functions"},
+    "game": {"name": "guess_number"},
 }
 """Sections of sources that need more than a name; `path` is a file of the test's."""
 PARAMETERS: dict[str, dict[str, Any]] = {"format": {"tags": ["a"]}, "length": {"max_chars": 9, "buffer_chars": 3}}
@@ -148,7 +161,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(params=[*points.TASK_SOURCES.names, EXAMPLE_KIND])
+NEEDS = {"dataset": pytest.mark.extra("datasets")}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(kind, marks=NEEDS.get(kind, ()))
+        for kind in (*points.TASK_SOURCES.names, EXAMPLE_KIND, EXAMPLE_ENVIRONMENT)
+    ]
+)
 def section(request: pytest.FixtureRequest, folder: Path, example_extension: Path) -> TaskSourceSection:
     facts = {"name": request.param, **SECTIONS.get(request.param, {}), "kind": request.param}
     return TaskSourceSection.model_validate(facts | ({"path": folder / facts["path"]} if "path" in facts else {}))
@@ -175,11 +196,17 @@ def test_a_task_source_keeps_its_contract(
         again = there.rebuild(task.ref)
         assert again.prompt == task.prompt == source.task(seed, index).prompt
         assert 0 < len(task.prompt) <= MAX_TEXT_CHARS
-        assert score(task, right) == 1.0
+        assert worth(task, right) == 1.0 or section.kind == EXAMPLE_ENVIRONMENT  # whose answers are moves
         for text in HOSTILE_TEXTS:
-            assert 0 <= score(task, text) <= 1 and score(again, text) == score(task, text)
-    assert source.task(stream, 0).prompt != source.task(stream, 1).prompt
+            assert 0 <= worth(task, text) <= 1 and worth(again, text) == worth(task, text)
+    if section.kind != "game":  # it keeps its number to itself
+        assert len({source.task(stream, index).prompt for index in range(9)}) > 1
     _check_hostile_references(here, TaskRef(name, source.config_digest, stream, 0))
+
+
+def worth(task: Task, text: str) -> float:
+    """The reward of one answer, where it ends the episode or not."""
+    return scored(task, Rollout(text, (1,), (0.0,), finished=True, reward=0.0)).reward
 
 
 def _check_hostile_references(mixture: TaskMixture, good: TaskRef) -> None:
@@ -195,10 +222,36 @@ def _check_hostile_references(mixture: TaskMixture, good: TaskRef) -> None:
 def test_other_parameters_are_another_source_or_refused(section: TaskSourceSection) -> None:
     """Whoever misspells a parameter must not get the tasks of the default."""
     wrong = section.model_copy(update={"parameters": {"no_such_parameter": 1}})
-    if section.kind == "jsonl":
-        return  # it has no parameters, and a manifest refuses them
+    if section.kind in ("jsonl", EXAMPLE_ENVIRONMENT):
+        return  # jsonl has no parameters, and a manifest refuses them
     with pytest.raises(SwarmError, match="no_such_parameter"):
         TaskMixture(TasksSection(sources=(wrong,)))
+
+
+# --- tools
+
+
+@pytest.fixture(scope="module", params=points.TOOLS.names)
+def tool(request: pytest.FixtureRequest, folder: Path) -> Tool:
+    (folder / "texts").mkdir(exist_ok=True)
+    (folder / "texts" / "a.txt").write_text("Seven is a number.")
+    facts = {"name": "chain_sum", "tools": [{"name": request.param}], "search_folder": folder / "texts"}
+    section = TaskSourceSection.model_validate(facts)
+    (made,) = tools_of(section, TasksSection(sources=(section,)))
+    return made
+
+
+def test_a_tool_answers_or_says_why_not_and_the_same_each_time(tool: Tool) -> None:
+    assert tool.name in points.TOOLS.names and tool.description.endswith(".") and tool.argument.isidentifier()
+    assert isinstance(tool.rules, str) and tool.rules
+    for text in HOSTILE_TEXTS:
+        results: list[str] = []
+        for _ in range(2):
+            try:
+                results.append(tool.run(text[:16_384]))
+            except ToolError as error:
+                results.append(f"error: {error}")
+        assert results[0] == results[1] and len(results[0]) < 10_000
 
 
 # --- verifiers and reward signals

@@ -24,8 +24,8 @@ from swarm.records.codec import PROTOCOL_VERSION
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.tasks.sandboxed_verifier import SandboxedVerifier, needs_process
-from swarm.tasks.task_mixture import TaskMixture, score, training_seed
-from swarm.tasks.task_source import TaskFailure, prompt_digest
+from swarm.tasks.task_mixture import TaskMixture, training_seed
+from swarm.tasks.task_source import TaskFailure, prompt_digest, score
 from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef
 from tests.unit.test_manifest import signed_by
 
@@ -296,10 +296,12 @@ def test_nothing_but_what_is_listed_as_safe_runs_in_the_node(evil: Evil, tmp_pat
         "jsonl": TaskSourceSection(kind="jsonl", name="mine", path=path),  # a package offers this name, too
         "code": TaskSourceSection(kind="code", name="list_functions"),
         "reasoning_gym": TaskSourceSection(name="chain_sum"),
+        "game": TaskSourceSection(kind="game", name="guess_number"),
+        "dataset": TaskSourceSection(kind="dataset", name="rows", path=path),
         "evil": TaskSourceSection.model_validate(SECTION),
     }
     assert {kind: needs_process(section) for kind, section in kinds.items()} == {
-        "jsonl": False, "code": False, "reasoning_gym": True, "evil": True,
+        "jsonl": False, "code": False, "reasoning_gym": True, "game": False, "dataset": False, "evil": True,
     }  # fmt: skip
     assert TASK_SOURCES.origin("jsonl") == "", "a built-in name comes first"
     assert set(kinds) == {*TASK_SOURCES.names, "evil"}, "a new source is judged here by its reviewer"

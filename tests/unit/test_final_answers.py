@@ -1,6 +1,8 @@
 """Rules that take the final answer out of a text: what they find, in which time, and what it is worth."""
 
+import itertools
 import json
+import textwrap
 import time
 import tomllib
 from pathlib import Path
@@ -15,8 +17,8 @@ from swarm.errors import ConfigError, TaskError
 from swarm.extensions.points import FINAL_ANSWERS
 from swarm.tasks.final_answers import FinalAnswerRule, answer_rule, final_answer
 from swarm.tasks.sandboxed_verifier import SandboxedVerifier
-from swarm.tasks.task_mixture import TaskMixture, assess, score
-from swarm.tasks.task_source import TaskFailure, prompt_digest
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import TaskFailure, assess, prompt_digest, score
 from swarm.types import Lineage, Rollout, RolloutGroup
 
 
@@ -156,10 +158,11 @@ def test_the_documented_think_and_answer_form_earns_the_full_reward() -> None:
         assess(task, tagged)
 
 
-def test_the_first_example_of_the_page_is_what_it_says() -> None:
+def test_the_example_of_several_signals_is_what_it_says() -> None:
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-    block = page.split("\n\nA verifier", 1)[0].split("\n\n", 1)[1]
-    config = parse(tomllib.loads(block.replace("\n    ", "\n").strip()))
+    section = page.split("## Several signals\n\n", 1)[1]
+    lines = itertools.takewhile(lambda line: not line or line.startswith("    "), section.splitlines())
+    config = parse(tomllib.loads(textwrap.dedent("\n".join(lines))))
     source = TaskMixture(config.tasks).sources["chain_sum"]
     right = source.answer(16, 0)
     assert score(source.task(16, 0), f"<think>because</think><answer>{right}</answer>") == pytest.approx(1.0)

@@ -9,8 +9,8 @@ import pytest
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import SharingSection, load
-from swarm.config.node_folder import NodeFolder
 from swarm.config.section import RENAMED, with_present_names
+from swarm.machine.node_folder import NodeFolder
 from swarm.manifest.files import read_manifest
 from swarm.node.policy_backend import local_backend
 from swarm.node.process import run_node

@@ -15,8 +15,8 @@ import pytest
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import SharingSection, parse
-from swarm.config.node_folder import NodeFolder
 from swarm.errors import CheckpointError
+from swarm.machine.node_folder import NodeFolder
 from swarm.node.controls import NodeControls
 from swarm.node.report import NodeReport
 from swarm.node.training_loop import TrainingRun

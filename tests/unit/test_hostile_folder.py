@@ -15,9 +15,9 @@ import pytest
 
 from swarm.cli import main
 from swarm.config import load, parse
-from swarm.config.node_folder import NodeFolder
 from swarm.dashboard.static_files import make_token
 from swarm.errors import ConfigError, NodeNotRunningError
+from swarm.machine.node_folder import NodeFolder
 from swarm.observability.logging_setup import last_records, logs_of_runs, set_up_logging
 from swarm.observability.status_file import NodeStatus
 from swarm.records import identity as identities

@@ -25,7 +25,8 @@ from swarm.records.codec import PROTOCOL_VERSION
 from swarm.records.identity import Identity
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource, base_digest
 from swarm.tasks.sandboxed_verifier import SandboxedVerifier
-from swarm.tasks.task_mixture import TaskMixture, assess, score
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import assess, score
 from swarm.types import TaskRef
 from tests import swarm_process
 from tests.unit.test_manifest import signed_by
@@ -336,7 +337,7 @@ def test_every_part_but_addresses_and_description_counts_as_a_change(content: di
 
 def test_every_field_of_a_manifest_is_compared_or_known_to_be_harmless() -> None:
     """A new field has to be put into one of the two."""
-    compared = {"tasks", "bases", "lineages", "gossip", "silo", "limits"}
+    compared = {"tasks", "bases", "lineages", "gossip", "silo", "limits", "held_out_share"}
     fixed = {"format", "protocol", "name", "id", "founder", "created_at", "edition"}
     assert set(Manifest.model_fields) == compared | fixed | {"description", "bootstrap"}
 

@@ -1,10 +1,12 @@
 """Bases from a hub: their size is known before anything is fetched. A real client, and a hub on loopback."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -13,6 +15,7 @@ from swarm.config import PolicySection
 from swarm.diagnostics.check_result import Level
 from swarm.errors import PolicyError
 from swarm.policy.base_folder import base_at_hand, locate_base
+from swarm.warm_start.hub_adapter import ADAPTER_FILES, hub_adapter
 from tests.unit.local_http import Received, local_http
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -129,3 +132,76 @@ def test_a_base_that_is_nowhere_is_one_clear_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(PolicyError, match="the hub cannot be reached"):
         locate_base("owner/model", None)
+
+
+@contextmanager
+def adapter_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, sizes: Files | None = None) -> Iterator[Received]:
+    """A hub that has the files of a folder as owner/adapter; `sizes` are what it claims instead."""
+    claimed = sizes or {file.name: file.stat().st_size for file in folder.iterdir()}
+
+    def answer(method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        if path.startswith("/api/models/owner/adapter"):
+            listed = [{"rfilename": name, "size": size} for name, size in claimed.items()]
+            return 200, json.dumps({"id": "owner/adapter", "sha": COMMIT, "siblings": listed}).encode()
+        return 404, b"{}"
+
+    def download(name: str, file: str, *, revision: str, local_dir: Path) -> None:
+        """In place of the library's transfer of one file, whose headers a simple server does not give."""
+        assert (name, revision) == ("owner/adapter", COMMIT)
+        local_dir.mkdir(exist_ok=True)
+        shutil.copy(folder / file, local_dir / file)
+
+    with local_http(answer) as received:
+        monkeypatch.setattr(constants, "ENDPOINT", received.address)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        yield received
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"factors")
+    (folder / "train.py").write_text("raise SystemExit")
+    return folder
+
+
+@pytest.fixture
+def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    return tmp_path / "assets"
+
+
+def test_an_adapter_is_fetched_once_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, exported: Path, assets: Path
+) -> None:
+    with adapter_hub(monkeypatch, exported):
+        folder = hub_adapter("owner/adapter", "", 5.0)
+    assert {file.name for file in folder.iterdir()} == set(ADAPTER_FILES)
+    assert (folder / "adapter_model.safetensors").read_bytes() == b"factors"
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert hub_adapter("owner/adapter", "", 5.0) == folder  # without the hub
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rule"),
+    [
+        ({"adapter_config.json": 2}, "in peft format, got owner/adapter without adapter_model.safetensors"),
+        (
+            {"adapter_config.json": 2, "adapter_model.safetensors": 6 * GIB},
+            r"policy.max_download_gib = 5 .*, got 6\.0 GiB",
+        ),
+    ],
+)
+def test_an_adapter_that_is_none_or_too_large_is_refused(
+    monkeypatch: pytest.MonkeyPatch, exported: Path, assets: Path, sizes: Files, rule: str
+) -> None:
+    with adapter_hub(monkeypatch, exported, sizes), pytest.raises(PolicyError, match=rule):
+        hub_adapter("owner/adapter", "", 5.0)
+
+
+def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch, assets: Path) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(PolicyError, match=r"warm_start\.adapter_hub must be an adapter on a hub that can be reached"):
+        hub_adapter("owner/adapter", "main", 5.0)

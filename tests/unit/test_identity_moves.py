@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from swarm.config.node_folder import NodeFolder
 from swarm.errors import IdentityError
+from swarm.machine.node_folder import NodeFolder
 from swarm.records.identity import KEY_FILE, Identity, IdentityLock, create, load, write_seed
 from swarm.records.identity_moves import (
     MAX_FILE_BYTES,

@@ -1,6 +1,7 @@
 """Who may import whom, read from the source; and which commands start without torch."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "sandbox": set(),
     "adapters": set(),
     "tasks": {"sandbox"},
+    "warm_start": {"adapters", "policy", "tasks", "training"},
     "admission": {"records", "tasks"},
     "network": {"records"},  # the identity is the libp2p key
     "pool": {"records"},  # groups are kept in the wire format
@@ -30,11 +32,11 @@ ALLOWED: dict[str, set[str]] = {
     "sharing": {"tasks", "records", "admission", "network", "pool"},
     "merging": {"adapters", "records", "network", "sharing", "tasks", "policy", "rollouts", "training", "node"},
     "merging/exchange": {"merging", "records", "network", "sharing"},  # adapters are bytes here
-    "manifest": {"records", "tasks", "network", "policy"},
+    "manifest": {"records", "tasks", "network", "policy", "warm_start"},
     "silo": {"records", "network", "manifest"},
     "node": {
         "adapters", "admission", "dashboard", "engine", "integrations", "merging", "network", "pipeline", "policy", "pool",
-        "records", "rollouts", "sharing", "silo", "tasks", "training",
+        "records", "rollouts", "sharing", "silo", "tasks", "training", "warm_start",
     },
     "integrations": {"adapters", "records"},
     "dashboard": {"records", "node"},
@@ -54,6 +56,7 @@ TORCH_FREE = {
 }  # fmt: skip
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Dotted modules that a file imports anywhere, function bodies included."""
     found: set[str] = set()
@@ -94,28 +97,20 @@ def test_torch_is_not_imported_by_the_network_side(package: str) -> None:
         assert not heavy, f"{path.relative_to(ROOT)} imports {sorted(heavy)}"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["run", "--help"],
-        ["config", "show"],
-        ["run", "--dry-run"],
-        ["status", "--help"],
-        ["dashboard", "--help"],
-        ["report", "--help"],
-        ["doctor", "--help"],
-        ["join", "--help"],
-        ["create", "--help"],
-        ["stage", "--help"],
-    ],
-)
-def test_command_starts_without_torch(arguments: list[str]) -> None:
+COMMANDS = [
+    ["--help"], ["run", "--help"], ["config", "show"], ["run", "--dry-run"], ["status", "--help"], ["dashboard", "--help"],
+    ["report", "--help"], ["doctor", "--help"], ["join", "--help"], ["create", "--help"], ["stage", "--help"],
+]  # fmt: skip
+
+
+def test_commands_start_without_torch() -> None:
+    """One after the other in one process, in which each must end well with none of the large libraries imported."""
     script = (
         "import sys\nfrom swarm.cli.main import _run\n"
-        f"sys.argv = ['swarm', *{arguments!r}]\ncode = _run()\n"
-        "heavy = {'torch', 'transformers', 'hivemind', 'reasoning_gym', 'matplotlib'} & set(sys.modules)\n"
-        "sys.exit(f'imports {sorted(heavy)}' if heavy else code)"
+        f"for words in {COMMANDS!r}:\n"
+        "    sys.argv = ['swarm', *words]\n    code = _run()\n"
+        "    heavy = {'torch', 'transformers', 'hivemind', 'reasoning_gym', 'matplotlib'} & set(sys.modules)\n"
+        "    if heavy or code:\n        sys.exit(f'{words}: code {code}, imports {sorted(heavy)}')\n"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr[-500:]

@@ -17,11 +17,11 @@ import yaml
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, load
-from swarm.config.node_folder import NodeFolder
 from swarm.errors import ConfigError
 from swarm.integrations.hub import FIRST_PAUSE_S, LONGEST_PAUSE_S, HubPush, model_card
 from swarm.integrations.open_sinks import open_sinks
 from swarm.integrations.sink import QueuedSink, scalars
+from swarm.machine.node_folder import NodeFolder
 from swarm.observability.tracing import Facts, traced, watch
 from tests.unit.experience_factory import ALICE, READER, Clock
 from tests.unit.local_http import local_http

@@ -17,7 +17,7 @@ import pytest
 
 from swarm.cli.swarm.bootstrap import join_through
 from swarm.cli.swarm.preflight import machine_findings
-from swarm.config import DEMO_TASKS, load, parse
+from swarm.config import DEMO_TASKS, LOCAL_SETTINGS, load, parse
 from swarm.errors import ConfigError, ManifestError, TaskError
 from swarm.machine.hardware import Hardware, choose_policy
 from swarm.manifest.files import read_manifest
@@ -35,7 +35,7 @@ LINES = [json.dumps({"prompt": f"say {number}", "answer": str(number)}) for numb
 
 
 def make(**content: Any) -> Manifest:
-    tasks = [DEMO_TASKS[0].model_dump(exclude={"path"})]
+    tasks = [DEMO_TASKS[0].model_dump(exclude=LOCAL_SETTINGS)]
     return create(FOUNDER, "friends", PROTOCOL_VERSION, 1.8e9, **({"tasks": tasks, "bases": ["bundled"]} | content))
 
 
@@ -148,7 +148,7 @@ def test_task_file_is_asked_for_and_must_have_the_founders_content(tmp_path: Pat
     assert source.path == path
     with pytest.raises(TaskError, match="--task-file own=PATH"):
         composed(manifest)
-    with pytest.raises(ConfigError, match="must name a jsonl task of friends, got 'wrong'"):
+    with pytest.raises(ConfigError, match="must name a jsonl or dataset task of friends, got 'wrong'"):
         composed(manifest, own=path, wrong=path)
     path.write_text("\n".join(LINES[1:]))
     with pytest.raises(TaskError, match="must have SHA-256"):

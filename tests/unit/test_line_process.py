@@ -61,7 +61,7 @@ def test_a_service_sees_no_secrets_no_home_no_network_and_starts_nothing(
     process = start(file_bytes=1 << 20)
     assert set(got(process, "sorted(os.environ)")) <= {
         "PYTHONPATH", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE", "LC_ALL", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
-        "LD_LIBRARY_PATH",
+        "LD_LIBRARY_PATH", "PATH",
     }  # fmt: skip
     assert got(process, f"open({str(tmp_path / 'identity.key')!r}).read()") == "FileNotFoundError"
     home, shown = Path.home(), f"[name for name in os.listdir('/') if name == {Path.home().parts[1]!r}]"

@@ -9,7 +9,7 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.config import DEMO_TASKS, SharingSection
+from swarm.config import DEMO_TASKS, LOCAL_SETTINGS, SharingSection
 from swarm.errors import ManifestError
 from swarm.manifest import manifest as manifests
 from swarm.manifest.files import check_joined, read_manifest
@@ -28,7 +28,7 @@ from swarm.records.identity import Identity
 
 FOUNDER, MALLORY = Identity(b"f" * 32), Identity(b"m" * 32)
 ADDRESS = f"/ip4/10.0.0.1/tcp/38000/p2p/{MALLORY.peer_id}"
-TASKS = [task.model_dump(exclude={"path"}) for task in DEMO_TASKS[:2]]
+TASKS = [task.model_dump(exclude=LOCAL_SETTINGS) for task in DEMO_TASKS[:2]]
 FILE_TASK = {"kind": "jsonl", "name": "own", "verifier": "numeric", "sha256": "ab" * 32}
 
 

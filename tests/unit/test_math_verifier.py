@@ -12,8 +12,8 @@ from swarm.errors import TaskError
 from swarm.sandbox.line_process import LineProcess, LineProcessError
 from swarm.tasks.mathematics import math_process, math_verifier
 from swarm.tasks.mathematics.math_verifier import MATH, MathComparison, expression
-from swarm.tasks.task_mixture import TaskMixture, score
-from swarm.tasks.task_source import TaskFailure
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import TaskFailure, score
 
 
 @pytest.fixture(scope="module")

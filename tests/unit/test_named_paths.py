@@ -18,7 +18,17 @@ _ROOMS = "swarm|tests|benchmarks|docs|docker|packaging|node_configs"
 _FILE = re.compile(r"(?<![\w/.:~-])((?:[\w.-]+/)*[\w-]+\.py)\b")
 _FOLDER = re.compile(rf"(?<![\w/.:~-])((?:{_ROOMS})/[\w./-]*[\w])")
 _DOTTED = re.compile(r"(?<![\w/.-])((?:swarm|tests|benchmarks)(?:\.[A-Za-z_]\w*)+)")
-_NOT_OURS = {"nice_rewards.py", "resource.py"}
+_NOT_OURS = {
+    "FILE.py",
+    "NAME.py",
+    "mine.py",
+    "make_rows.py",
+    "my_reward.py",
+    "near.py",
+    "nice_rewards.py",
+    "resource.py",
+    "style.py",
+}
 """Files of examples."""
 _NO_MODULES = ("toml", "example", "md", "html", "key", "rewards", "task_sources", "advantages")
 """Ends of names of files, and of groups of entry points."""

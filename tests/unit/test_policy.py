@@ -160,10 +160,10 @@ def test_a_4bit_base_computes_the_same_before_and_after_sampling(make_policy: Ma
     assert torch.equal(policy.model(input_ids=ids).logits.detach(), before)
 
 
-def test_missing_bitsandbytes_is_named_with_the_fix(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch):
+def test_missing_bitsandbytes_is_named_with_the_fix(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(PolicyError, match="pip install bitsandbytes"):
-        make_policy(quantization="8bit")
+        load(tiny_models["llama"], quantization="8bit")
 
 
 def test_an_unknown_layer_is_answered_with_the_nearest(tiny_models: dict[str, Path]):

@@ -25,7 +25,7 @@ CLIP = ClipRange(0.2, 0.28)
 COMBINATIONS = [
     (ratio, correction, reference)
     for ratio, correction, reference in product(RATIOS, CORRECTIONS.names, ("start", "sampler"))
-    if reference == "start" or correction not in ("tis", "icepop", "tis+opsm")
+    if reference == "start" or correction not in ("tis", "icepop", "tis+opsm", "shaped+opsm")
 ]
 
 
@@ -68,6 +68,8 @@ def plain_answer(
     factor = [1.0 for _ in steps]
     if correction.startswith("tis"):
         factor = [min(x, 2.0) for x in w]
+    if correction == "shaped+opsm":
+        factor = [1.1 * x / (x + 0.1) if a > 0 else min(x, 2.0) for x in w]
     if correction == "icepop":
         factor = [x if 0.5 <= x <= 2 else 0.0 for x in w]
     if "sequence_mask" in correction and not 0.5 <= math.prod(w) ** (1 / len(w)) <= 2:

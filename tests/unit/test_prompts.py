@@ -21,8 +21,8 @@ from swarm.policy.prompts.chat_template import PromptFrame, prompt_frames
 from swarm.policy.prompts.prompt_encoder import PromptEncoder
 from swarm.records.identity import Identity
 from swarm.rollouts.prompt_check import check_prompts
-from swarm.tasks.task_mixture import TaskMixture, score
-from swarm.tasks.task_source import TaskFailure
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import TaskFailure, score
 from swarm.types import PLAIN, PromptContext
 from tests.unit.test_chat_template import LLAMA, QWEN, Tokenizer, frame
 
@@ -100,10 +100,12 @@ def test_several_contexts_are_rendered_by_one_process_and_remembered(monkeypatch
     from swarm.policy.prompts import chat_template
 
     asked = [context(system=f"Be {number}.") for number in range(3)]
-    frames = prompt_frames(Tokenizer(QWEN + " "), asked, is_own=False)
-    assert [frames[one] is not None and one.system in frames[one].before for one in asked] == [True] * 3  # type: ignore[union-attr]
+    frames = prompt_frames(Tokenizer(QWEN + " "), [(one, None) for one in asked], is_own=False)
+    assert [frames[one, None] is not None and one.system in frames[one, None].before for one in asked] == [True] * 3  # type: ignore[union-attr]
     monkeypatch.setattr(chat_template, "_SERVICE", "no.such.module")
-    assert prompt_frames(Tokenizer(QWEN + " "), asked[:2], is_own=False) == {one: frames[one] for one in asked[:2]}
+    assert prompt_frames(Tokenizer(QWEN + " "), [(one, None) for one in asked[:2]], is_own=False) == {
+        (one, None): frames[one, None] for one in asked[:2]
+    }
 
 
 def test_an_argument_that_the_base_does_not_use_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,7 +149,7 @@ def test_no_name_of_an_argument_reaches_the_library(prompts: PromptEncoder) -> N
     asked = context(template_arguments=dict.fromkeys(names, True))
     assert prompts.render("2 + 2?", asked) == prompts.render("2 + 2?")
     with pytest.raises(PolicyError, match=r"one that fails: UndefinedError|one that fails: TypeError"):
-        prompt_frames(BrokenBySystem(), [context(system="x")], is_own=True)
+        prompt_frames(BrokenBySystem(), [(context(system="x"), None)], is_own=True)
 
 
 class BrokenBySystem(Tokenizer):

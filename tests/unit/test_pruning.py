@@ -15,7 +15,7 @@ from swarm.engine.make_engine import make_engine
 from swarm.engine.pruning import PruneCall, Pruning, Reliability, SuccessHead
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
-from swarm.engine.slot_run import hidden_size
+from swarm.engine.slot_pruning import hidden_size
 from swarm.errors import ConfigError
 from swarm.policy.policy import Policy
 from swarm.rollouts.worker import RolloutWorker, prune_report

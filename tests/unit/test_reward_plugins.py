@@ -13,9 +13,10 @@ import pytest
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.extensions.points import REWARDS
-from swarm.tasks import reward_plugin, signalled_source
-from swarm.tasks.task_mixture import TaskMixture, assess
-from swarm.tasks.task_source import TaskFailure
+from swarm.tasks import signalled_source
+from swarm.tasks.rewards import reward_plugin
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import TaskFailure, assess
 
 MODULE = """
     import os, time

@@ -18,14 +18,16 @@ from swarm.errors import TaskError
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.tasks import sandboxed_verifier as fenced_verifier
 from swarm.tasks.sandboxed_verifier import Overrun, SandboxedVerifier
-from swarm.tasks.task_mixture import TaskMixture, score, training_seed
-from swarm.tasks.task_source import TaskFailure, UnknownTask, prompt_digest
+from swarm.tasks.task_mixture import TaskMixture, training_seed
+from swarm.tasks.task_source import TaskFailure, UnknownTask, prompt_digest, score
 from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef
 from tests.unit.test_reward_plugins import install
 
 SUMS = TasksSection(sources=(TaskSourceSection(name="chain_sum"),))
 SEED = training_seed("alice", 0)
 SPOILED = """
+from swarm.tasks.reasoning_gym_source import import_data_sets
+import_data_sets(["chain_sum"])
 import reasoning_gym.arithmetic.chain_sum as sums
 
 def score_answer(self, answer, entry):
@@ -109,7 +111,7 @@ def test_the_judge_blames_the_author_for_a_text_that_spoils_its_verifier(
     assert judge.rewards(replace(group_of(mixture, right, "7"), author="bob")) == (1.0, 0.0)
     assert spent_s["bob"] < 0.5 * spent_s["alice"]
     with pytest.raises(InvalidRecord) as caught:
-        judge.rewards(replace(group_of(mixture, right, "7"), prompt_digest="0" * 16))
+        judge.rewards(replace(group_of(mixture, right, "7"), prompt_digest="f" * 16))
     assert caught.value.reason is Rejection.TASK_MISMATCH
 
 
@@ -176,7 +178,7 @@ def test_prompts_and_answers_of_the_process_are_checked_too(
     reply: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fence, ref = SandboxedVerifier(SUMS), TaskRef("chain_sum", "0" * 16, SEED, 0)
-    monkeypatch.setattr(fence._processes["chain_sum"], "ask", lambda question, time_budget_s: reply)
+    monkeypatch.setattr(fence._processes["chain_sum"][0], "ask", lambda question, time_budget_s: reply)
     with pytest.raises(TaskFailure, match="verifier process: a reply must have"):
         fence.prompts(ref, 2)
     with pytest.raises(TaskFailure, match="verifier process: a reply must have"):
@@ -203,7 +205,7 @@ def test_closing_ends_an_answer_at_once_and_without_a_warning(caplog: pytest.Log
 
     asking = threading.Thread(target=ask)
     asking.start()
-    (child,) = psutil.Process(fence._processes["chain_sum"]._process.pid).children()  # type: ignore[union-attr]
+    (child,) = psutil.Process(fence._processes["chain_sum"][0]._process.pid).children()  # type: ignore[union-attr]
     before = child.cpu_times().user
     while child.cpu_times().user - before < 0.2:  # it sends no event when it hangs
         time.sleep(0.02)
@@ -218,14 +220,14 @@ def test_closing_ends_an_answer_at_once_and_without_a_warning(caplog: pytest.Log
 def test_it_can_be_started_before_the_first_question() -> None:
     fence = SandboxedVerifier(SUMS)
     fence.start()
-    process = fence._processes["chain_sum"]._process
+    process = fence._processes["chain_sum"][0]._process
     assert process is not None and process.poll() is None
     mixture = TaskMixture(SUMS)
     assert fence.rewards(ref_of(mixture), [mixture.sources["chain_sum"].answer(SEED, 0)])[1] == (1.0,)
-    assert fence._processes["chain_sum"]._process is process
+    assert fence._processes["chain_sum"][0]._process is process
     fence.close()
     fence.start()
-    assert process.poll() is not None and fence._processes["chain_sum"]._process is None
+    assert process.poll() is not None and fence._processes["chain_sum"][0]._process is None
 
 
 def test_an_author_does_not_pay_for_waiting_for_others_or_for_a_start(monkeypatch: pytest.MonkeyPatch) -> None:

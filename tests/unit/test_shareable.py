@@ -9,8 +9,8 @@ import pytest
 import tomli_w
 
 from swarm.config import Config, dump_toml, parse
-from swarm.config.node_folder import NodeFolder
 from swarm.config.shareable import HIDDEN, base_name, shareable
+from swarm.machine.node_folder import NodeFolder
 from swarm.node.crash_report import CrashReports
 from swarm.report.run_report import write_report
 

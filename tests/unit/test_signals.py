@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swarm.admission.reward_verifier import BURST_S, PER_S, RewardVerifier, VerificationBudget
-from swarm.config import Config, TaskSourceSection, TasksSection, TrainingSection, parse
+from swarm.config import Config, RewardSignalSection, TaskSourceSection, TasksSection, TrainingSection, parse
 from swarm.errors import ConfigError, TaskError
 from swarm.extensions.points import REWARDS
 from swarm.manifest.manifest import create, dump
@@ -22,8 +22,8 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.tasks.signalled_source import RewardSignal, brevity, tagged
-from swarm.tasks.task_mixture import TaskMixture, assess
-from swarm.tasks.task_source import TaskFailure, prompt_digest
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import TaskFailure, assess, prompt_digest
 from swarm.training.advantages import batch_advantages
 from swarm.training.experience import TrainingGroup
 from swarm.types import Lineage, Rollout, RolloutGroup, Task, TaskRef
@@ -181,8 +181,8 @@ def test_signals_travel_in_the_manifest() -> None:
     identity = Identity(b"f" * 32)
     tasks = [{"name": "gcd", "signals": SIGNALS}, {"kind": "code", "name": "list_functions"}]
     manifest = parse_manifest(dump(create(identity, "ours", 1, 1e9, tasks=tasks), identity).encode())
-    assert [s.model_dump() for s in manifest.tasks[0].signals] == [{"parameters": {}} | s for s in SIGNALS]
-    assert manifest.tasks[1].kind == "code" and manifest.tasks[1].sha256 is None
+    assert manifest.tasks[0].signals == tuple(map(RewardSignalSection.model_validate, SIGNALS))
+    assert manifest.tasks[1].kind == "code" and manifest.tasks[1].sha256 == ""
 
 
 # --- others' answers
@@ -284,10 +284,8 @@ def test_signals_of_own_and_foreign_groups_reach_the_trainer(
     pool.add(b"h" * 32, time.time() + 60, time.time(), [foreign_group(mixture, *texts)])
     (drawn,) = pool.draw(1, learner._rng)
     assert all(not rollout.signals for rollout in drawn.rollouts)  # they are not sent, and not in the pool
-    item = learner._batches._foreign(drawn)
-    assert item is not None and dict(item.signal_weights) == pytest.approx(
-        {"correct": 0.6, "format": 0.3, "length": 0.1}
-    )
+    (item,) = learner._batches._foreign([drawn])
+    assert dict(item.signal_weights) == pytest.approx({"correct": 0.6, "format": 0.3, "length": 0.1})
     signals = [dict(rollout.signals) for rollout in item.group.rollouts]
     assert [s["correct"] for s in signals] == [1.0, 1.0, 0.0, 0.0] and [s["format"] for s in signals] == [1.0, 0, 0, 0]
     row = learner.run_round()

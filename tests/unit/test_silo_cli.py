@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from swarm.cli.main import app
 from swarm.config import parse
-from swarm.config.node_folder import NodeFolder
 from swarm.errors import ConfigError, IdentityError, ManifestError, PolicyError, SiloError
+from swarm.machine.node_folder import NodeFolder
 from swarm.manifest.files import read_manifest
 from swarm.manifest.joining import check_base_at_hand, compose
 from swarm.network.index_entry import UNSIGNED

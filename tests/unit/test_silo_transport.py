@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from swarm.config import parse
-from swarm.config.node_folder import NodeFolder
 from swarm.errors import RequestError, SiloError
+from swarm.machine.node_folder import NodeFolder
 from swarm.network.index_entry import UNSIGNED, Validity
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import MemoryTransport

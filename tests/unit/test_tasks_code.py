@@ -12,8 +12,8 @@ from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.sandbox.runner import RunLimits, RunResult, Sandbox, SandboxError
 from swarm.tasks.code_source import CodeProblem, CodeSource, CodeVerifier, code_of, list_function
-from swarm.tasks.task_mixture import TaskMixture, assess, score
-from swarm.tasks.task_source import EVALUATION_SEED, TaskFailure, prompt_digest
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import EVALUATION_SEED, TaskFailure, assess, prompt_digest, score
 from swarm.types import Lineage, Rollout, RolloutGroup
 
 ADD = {

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.jsonl_source import JsonlSource, shuffled_position
-from swarm.tasks.task_mixture import score
-from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, SUPERVISED_SEED
+from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, SUPERVISED_SEED, score
 
 NUM_LINES = 25
 
@@ -129,3 +128,26 @@ def test_a_file_that_is_missing_or_too_short_is_an_error(tmp_path: Path) -> None
         JsonlSource(TaskSourceSection(kind="jsonl", name="mine", path=tmp_path / "none.jsonl"), TasksSection())
     with pytest.raises(TaskError, match="at least 2 lines, got 1"):
         JsonlSource(write(tmp_path / "t.jsonl", [{"prompt": "a", "answer": "1"}]), TasksSection())
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"question": "a", "answer": 1}, """a text "prompt", got ['question'] in {path}:1; set kind = "dataset" and """),
+        ({"question": "a", "answer": 1}, """set kind = "dataset" and columns = {{prompt = "question"}}"""),
+        ({"problem": "a", "solution": 1}, """columns = {{prompt = "problem", answer = "solution"}} for this source, or"""),
+        ({"prompt": "a", "target": 1}, """have an "answer", got ['target'] in {path}:1; set kind"""),
+        ({"prompt": "a", "target": 1}, """columns = {{answer = "target"}}"""),
+    ],
+)  # fmt: skip
+def test_other_names_are_met_with_the_mapping_that_fixes_them(tmp_path: Path, row: dict[str, Any], told: str) -> None:
+    section = write(tmp_path / "t.jsonl", [row, row])
+    with pytest.raises(TaskError) as caught:
+        JsonlSource(section, TasksSection())
+    assert told.format(path=section.path) in str(caught.value)
+
+
+def test_what_is_held_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    JsonlSource(write(tmp_path / "t.jsonl", [{"prompt": "a", "answer": 1}] * 25), TasksSection())
+    assert "tasks of mine: 22 lines for training, every tenth line held out (3)" in caplog.text

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from swarm.config import DEMO_TASKS, TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.reasoning_gym_source import ALPHABETS, REFUSED, ReasoningGymSource, admissible, score_once
-from swarm.tasks.task_mixture import score
-from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, SUPERVISED_SEED, TaskFailure
+from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, SUPERVISED_SEED, TaskFailure, score
 
 FENCED = TasksSection(sandboxed=True)
 GCD = TaskSourceSection(name="gcd", parameters={"min_value": 1, "max_value": 60})
@@ -82,10 +81,33 @@ def test_a_data_set_that_fixes_its_items_when_built_is_built_per_task() -> None:
     assert score(source.task(MAX_SEED, INDEX_SPAN - 1), source.answer(MAX_SEED, INDEX_SPAN - 1)) == 1.0
 
 
+def test_a_process_imports_the_data_sets_that_it_needs_and_each_of_them_can_be_imported_so() -> None:
+    program = (
+        "import sys\n"
+        "from swarm.config import DEMO_TASKS\n"
+        "from swarm.tasks.reasoning_gym_source import import_data_sets\n"
+        "import_data_sets(section.name for section in DEMO_TASKS)\n"
+        "from reasoning_gym.factory import DATASETS\n"
+        "print(*sorted({'sympy', 'matplotlib'} & set(sys.modules)), len(DATASETS))\n"
+        "import_data_sets(sys.argv[1:])\n"
+        "print(*sorted(DATASETS))\n"
+    )
+    import reasoning_gym
+
+    names = sorted(reasoning_gym.factory.DATASETS.keys() - {"composite"})
+    ended = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True, check=True)
+    few, every = ended.stdout.splitlines()
+    assert few == str(len({section.name for section in DEMO_TASKS}) + 1), (
+        "no sympy, no matplotlib; composite comes along"
+    )
+    assert every.split() == sorted(reasoning_gym.factory.DATASETS)
+
+
 def test_prompts_do_not_depend_on_the_hash_seed_of_the_process() -> None:
     program = (
         "from swarm.config import DEMO_TASKS, TasksSection\n"
-        "from swarm.tasks.reasoning_gym_source import ReasoningGymSource\n"
+        "from swarm.tasks.reasoning_gym_source import ReasoningGymSource, import_data_sets\n"
+        "import_data_sets(section.name for section in DEMO_TASKS)\n"
         "for section in DEMO_TASKS:\n"
         "    source = ReasoningGymSource(section, TasksSection(sandboxed=True))\n"
         "    print(source.config_digest, [(source.task(99, i).prompt, source.answer(99, i)) for i in range(20)])\n"

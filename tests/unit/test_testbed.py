@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 from swarm.config import REASONING_TASKS, load
-from swarm.config.node_folder import set_aside
 from swarm.config.policy import BUNDLED_REASONING
 from swarm.errors import ConfigError, SwarmError
 from swarm.machine import tethered
+from swarm.machine.node_folder import set_aside
 from swarm.report.live_table import NodeView, sparkline
 from swarm.report.node_history import MAX_REASONS, MAX_ROW_BYTES, NodeHistory
 from swarm.report.plot import plot_testbed, running_minutes

@@ -8,7 +8,7 @@ import pytest
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import parse
-from swarm.config.node_folder import NodeFolder
+from swarm.machine.node_folder import NodeFolder
 from swarm.node.controls import NodeControls
 from swarm.node.report import NodeReport
 from swarm.node.training_loop import TrainingRun

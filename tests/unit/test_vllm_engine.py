@@ -125,6 +125,19 @@ def test_an_answer_beyond_the_cache_is_refused(rounded: tuple[Policy, VllmEngine
 
 
 @needs_vllm
+def test_prompts_that_fill_several_batches_are_sampled_by_their_seeds(tmp_path: Path) -> None:
+    """vLLM may cut them into chunks, after which it moves the offset of generators: on a CPU they have none, and it fails."""
+    policy = written_policy(tmp_path, "llama", max_position_embeddings=2048)
+    engine = VllmEngine(policy, 32, 256 << 20)
+    is_on_cpu = policy.device.type == "cpu"
+    assert engine._llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill is not is_on_cpu
+    prompts = [policy.encode_prompt(str(number % 10) * (1000 + number)) for number in range(12)]
+    first, second = (engine.generate(requests(prompts, 2, 4), Sampling(), seed=3) for _ in range(2))
+    assert [len(group) for group in first] == [2] * 12
+    assert [one.token_ids for group in first for one in group] == [one.token_ids for group in second for one in group]
+
+
+@needs_vllm
 def test_weights_in_4_bit_are_held_once(rounded: tuple[Policy, VllmEngine]) -> None:
     policy, engine = rounded
     attention = policy.model.base_model.model.model.layers[0].self_attn

@@ -104,7 +104,7 @@ import sys, time
 from pathlib import Path
 from swarm.node import watchdog as watchdog
 from swarm.node.crash_report import crash_reports
-from swarm.config.node_folder import NodeFolder
+from swarm.machine.node_folder import NodeFolder
 watchdog.END_AFTER_S = watchdog._FROZEN_AFTER_S = 0.3
 
 def round_without_end():

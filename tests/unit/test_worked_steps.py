@@ -7,7 +7,8 @@ import pytest
 
 from swarm.assets.reasoning_recipe import Habits, StepWriter
 from swarm.config import REASONING_TASKS, TaskSourceSection, TasksSection
-from swarm.tasks.task_mixture import TaskMixture, score
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import score
 from swarm.types import Task
 
 SUMS, PRODUCTS, CHAINS, SORTING, LEGS = REASONING_TASKS

@@ -13,8 +13,8 @@ import typer
 
 from swarm.cli.arguments import told_by_flags
 from swarm.cli.node.status import start_command
-from swarm.config.node_folder import MAX_CONFIG_BYTES
 from swarm.errors import ConfigError, NodeNotRunningError
+from swarm.machine.node_folder import MAX_CONFIG_BYTES
 from swarm.machine.safe_files import read_file, replace_file
 
 _FLAGS = {"observability.http_port": "--port", "observability.http_host": "--host"}

@@ -72,8 +72,8 @@ def init(
     Exit codes: 0 done, 3 configuration, 4 identity.
     """
     from swarm.cli.swarm.passphrase import unlock
-    from swarm.config.node_folder import NodeFolder
     from swarm.machine.hardware import choose_policy, detect
+    from swarm.machine.node_folder import NodeFolder
     from swarm.machine.safe_files import replace_file
     from swarm.records.identity import load_or_create
 

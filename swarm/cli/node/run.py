@@ -10,7 +10,7 @@ from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config, prepar
 from swarm.machine.child_python import swarm_command
 
 if TYPE_CHECKING:
-    from swarm.config import Config
+    from swarm.config import Config, TaskSourceSection
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Lets `--section.key value` through to `load_config`."""
@@ -58,7 +58,7 @@ def run(
 
         resolved = _fitted(resolved)
         print(dump_toml(resolved), end="", flush=True)
-        if any(source.form for source in resolved.tasks.sources):
+        if any(_has_own_parts(source) for source in resolved.tasks.sources):
             _show_prompts(resolved)
         return
     if supervised:
@@ -68,6 +68,12 @@ def run(
     from swarm.node.process import run_node
 
     run_node(resolved, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
+
+
+def _has_own_parts(source: "TaskSourceSection") -> bool:
+    """Whether the prompts of a source, or its rewards, come from what its operator wrote."""
+    has_file = source.path is not None and source.path.exists()
+    return bool(source.form) or has_file or any(one.function for one in source.signals)
 
 
 def _fitted(config: "Config") -> "Config":
@@ -83,10 +89,13 @@ def _show_prompts(config: "Config") -> None:
     prepare_imports(config)
     from swarm.cli.policy.show_prompts import show_prompts
     from swarm.policy.base_folder import base_at_hand
+    from swarm.tasks.data_sets.source import is_at_hand
 
     folder = base_at_hand(config.policy.base, config.policy.revision)
-    if folder is None:
-        print(f"prompts are shown once {config.policy.base} is downloaded: swarm sample --show-prompt", file=sys.stderr)
+    missing = [one.hub for one in config.tasks.sources if one.kind == "dataset" and not is_at_hand(one)]
+    missing += [config.policy.base] if folder is None else []
+    if folder is None or missing:
+        print(f"prompts are shown once {', '.join(missing)} is downloaded: swarm sample --show-prompt", file=sys.stderr)
         return
     show_prompts(config, folder, sys.stderr)
 

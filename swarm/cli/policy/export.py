@@ -39,7 +39,7 @@ def export(
     """
     resolved = load_config(config_arguments(config, folder), ("--dir", "--format"))
     from swarm.adapters.export import export_adapter, export_merged
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
     from swarm.policy.lineage import hash_weights
     from swarm.policy.quiet import quiet_libraries
 

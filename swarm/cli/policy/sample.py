@@ -14,6 +14,7 @@ from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
     from swarm.config import Config
+    from swarm.rollouts.worker import RolloutBatch
     from swarm.types import PromptContext, Task
 
 _OPTIONS = ("--dir", "--prompt", "--tasks", "--num", "--temperature", "--seed", "--base", "--show-prompt")
@@ -66,6 +67,7 @@ def sample(
     from swarm.engine.make_engine import make_engine
     from swarm.engine.sampling import Sampling
     from swarm.policy.base_folder import fitted_to_base
+    from swarm.rollouts.worker import RolloutWorker
 
     if prompt and tasks:
         raise ConfigError("there must be --prompt or --tasks, got both; leave one out")
@@ -75,7 +77,11 @@ def sample(
     engine = make_engine(policy, resolved.rollouts)
     asked = _held_out(resolved, tasks) if tasks else ((text, None) for text in ([prompt] if prompt else _lines()))
     own = _own_context(resolved)
+    worker = RolloutWorker(resolved.rollouts.model_copy(update={"temperature": temperature}), policy, engine, author="")
     for number, (text, task) in enumerate(asked):
+        if task is not None and task.begin is not None:
+            _print_episodes(task, worker.rollout([task], seed + number, [num]))
+            continue
         (answers,) = engine.generate(
             [AnswerRequest(policy.encode_prompt(text, task.context if task else own), num, max_new_tokens)],
             Sampling(temperature=temperature),
@@ -91,6 +97,18 @@ def sample(
             print(("" if task is None else "  → ") + plain(said, keep=KEPT) + cut + reward, flush=True)
 
 
+def _print_episodes(task: "Task", batch: "RolloutBatch") -> None:
+    """Print the episodes of a task, turn by turn."""
+    print(f"{task.ref.source}: {plain(task.prompt, keep=KEPT)}")
+    for rollout in (rollout for group in batch.groups for rollout in group.rollouts):
+        for turn in rollout.turns:
+            print(f"  → {plain(turn.text, keep=KEPT)}\n    ← {plain(turn.reply, keep=KEPT)}")
+        cut = "" if rollout.finished else " …"
+        print(f"  → {plain(rollout.text, keep=KEPT)}{cut}   (reward {rollout.reward:.2f})", flush=True)
+    if not batch.groups:
+        print("  no episode: its environment failed, or its prompt is longer than policy.max_prompt_tokens")
+
+
 def _held_out(config: "Config", tasks_per_source: int) -> Iterator[tuple[str, "Task"]]:
     from swarm.tasks.task_mixture import TaskMixture
 
@@ -99,13 +117,14 @@ def _held_out(config: "Config", tasks_per_source: int) -> Iterator[tuple[str, "T
 
 
 def _reward(task: "Task", text: str, num_tokens: int) -> str:
-    from swarm.tasks.task_mixture import score
-    from swarm.tasks.task_source import TaskFailure
+    from swarm.tasks.task_source import TaskFailure, assess
 
     try:
-        return f"reward {score(task, text, num_tokens):.2f}"
+        score = assess(task, text, num_tokens)
     except TaskFailure as failure:
         return f"no reward: {plain(str(failure))}"
+    signals = ", ".join(f"{name} {value:.2f}" for name, value in score.signals)
+    return f"reward {score.reward:.2f}" + (f": {signals}" if len(score.signals) > 1 else "")
 
 
 def _show_prompts(config: "Config") -> None:

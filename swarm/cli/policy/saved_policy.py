@@ -20,23 +20,27 @@ def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Po
     prepare_imports(config)
     from swarm.adapters.adapter_state import write_adapter
     from swarm.adapters.checkpoint import CheckpointStore
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
     from swarm.node.run_state import check_run_state
     from swarm.policy.base_folder import fitted_to_base
     from swarm.policy.policy import load_policy
+    from swarm.warm_start.start_digest import start_digest
 
     print(f"loading policy {config.policy.base} …", file=sys.stderr)
     folder = NodeFolder(config.node.dir)
     folder.check()
     cache = folder.hash_cache if folder.path.is_dir() else None
+    start = start_digest(config)
     if base_only:
-        return load_policy(fitted_to_base(config).policy, device=config.node.device, hash_cache=cache), None
+        return load_policy(
+            fitted_to_base(config).policy, device=config.node.device, hash_cache=cache, start=start
+        ), None
     checkpoint = CheckpointStore(folder.checkpoints, config.checkpoint.keep).load_newest()
     if checkpoint is None:
         raise CheckpointError(
             f"node.dir must hold a checkpoint, got none in {folder.path}; run the node first, set node.dir, or use --base"
         )
-    policy = load_policy(fitted_to_base(config).policy, device=config.node.device, hash_cache=cache)
+    policy = load_policy(fitted_to_base(config).policy, device=config.node.device, hash_cache=cache, start=start)
     check_run_state(checkpoint, policy.vocab_size)
     if not policy.lineage.has_name(checkpoint.state["lineage"]["policy"]):
         raise CheckpointError(
@@ -53,7 +57,7 @@ def config_arguments(config: list[str] | None, folder: Path | None) -> list[str]
     is no node."""
     if folder is None:
         return list(config or [])
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
 
     NodeFolder(folder).check()
     if not (folder / "config.toml").is_file():

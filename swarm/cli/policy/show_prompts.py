@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TextIO
 from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
-    from swarm.config import Config, TaskSourceSection
+    from swarm.config import Config, TaskSourceSection, TasksSection
 
 _KEPT = "\n\t"
 
@@ -40,9 +40,21 @@ def show_prompts(config: "Config", folder: Path, stream: TextIO) -> None:
                 file=stream,
             )
             print(plain(rendered.text, keep=_KEPT), file=stream)
+            section = sections[rendered.source]
+            if held_out := _held_out(section, config.tasks, mixture.sources[rendered.source].num_held_out):
+                print(f"── {plain(rendered.source)}: {held_out}", file=stream)
         print("──", file=stream)
     finally:
         mixture.close()
+
+
+def _held_out(section: "TaskSourceSection", tasks: "TasksSection", num_held_out: int) -> str:
+    """What is trained on and what is held out; empty for tasks that are made up."""
+    if section.kind == "dataset":
+        from swarm.tasks.data_sets.source import prepared, summary
+
+        return summary(section, prepared(section, tasks).facts)
+    return f"every tenth line held out ({num_held_out})" if section.path else ""
 
 
 def _rule(section: "TaskSourceSection") -> str:

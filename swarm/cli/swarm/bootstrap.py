@@ -14,7 +14,7 @@ from swarm.cli.arguments import told_by_flags
 
 if TYPE_CHECKING:
     from swarm.config import Config
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
     from swarm.manifest.manifest import Manifest
     from swarm.network.transport import Transport
     from swarm.observability.metrics import Metrics
@@ -89,8 +89,8 @@ def bootstrap(
 
     from swarm.cli.swarm.passphrase import unlock
     from swarm.config import parse
-    from swarm.config.node_folder import NodeFolder
     from swarm.machine.memory import keep_heaps_small
+    from swarm.machine.node_folder import NodeFolder
     from swarm.machine.safe_files import close_to_others
     from swarm.manifest.joining import bootstrap_addresses
     from swarm.observability.logging_setup import set_up_logging

@@ -88,29 +88,28 @@ def checked_config(
     Raises ConfigError, TaskError.
     """
     from swarm.config import merge, parse, read
+    from swarm.config.tasks import HELD_OUT_SHARE
     from swarm.manifest.joining import check_tasks
     from swarm.network.tcp_address import parse_setting
 
     with told_by_flags(_FLAGS):
         parse_setting("initial_peers", bootstrap)
-    config = parse(
-        merge(read(*split_arguments(settings, options)), {"swarm": {"name": name}, "tasks": {"sandboxed": True}})
-    )
-    check_tasks(config)
+    new = {"tasks": {"held_out_share": HELD_OUT_SHARE}}
+    decided = {"swarm": {"name": name}, "tasks": {"sandboxed": True}}
+    config = parse(merge(merge(new, read(*split_arguments(settings, options))), decided))
+    check_tasks(config.tasks)
     return config
 
 
 def manifest_content(config: "Config") -> dict[str, Any]:
-    """Tasks, limits and gossip of a manifest, in its shape."""
-    from swarm.manifest.joining import file_sha256
+    """Tasks, what of them is held out, limits and gossip of a manifest, in its shape."""
+    from swarm.manifest.joining import published_task
     from swarm.manifest.manifest import ManifestLimits
 
-    tasks = [
-        source.model_dump(exclude={"path"}) | ({"sha256": file_sha256(source.path)} if source.path else {})
-        for source in config.tasks.sources
-    ]
+    tasks = [published_task(source, config.tasks) for source in config.tasks.sources]
     limits = {name: getattr(config.sharing, name) for name in ManifestLimits.model_fields}
-    return {"tasks": tasks, "limits": limits, "gossip": config.network.gossip}
+    held_out_share = config.tasks.held_out_share or None
+    return {"tasks": tasks, "limits": limits, "gossip": config.network.gossip, "held_out_share": held_out_share}
 
 
 def pinned_revision(config: "Config") -> str:

@@ -111,7 +111,7 @@ def import_(
 
     Exit codes: 0 done, 4 identity.
     """
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
     from swarm.records.identity import IdentityLock
     from swarm.records.identity_moves import is_sealed, open_export, read_export
 

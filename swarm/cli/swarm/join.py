@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,22 @@ from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
     from swarm.config import Config
-    from swarm.config.node_folder import NodeFolder
     from swarm.diagnostics.check_result import CheckResult
     from swarm.machine.hardware import Hardware
+    from swarm.machine.node_folder import NodeFolder
     from swarm.manifest.manifest import Manifest
 
-_OPTIONS = ("--founder", "--task-file", "--check", "--dial", "--dry-run", "--fresh", "--resume",
+_OPTIONS = ("--founder", "--task-file", "--reward-file", "--check", "--dial", "--dry-run", "--fresh", "--resume",
             "--accept-edition")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnFiles:
+    """Copies of the files that the manifest names by their content."""
+
+    tasks: list[str]
+    """NAME=PATH"""
+    rewards: list[Path]
 
 
 def join(
@@ -29,7 +39,12 @@ def join(
         help="The swarm's manifest, a file or an http(s) address; then settings as `swarm run` takes them.",
     ),
     founder: str = typer.Option(None, metavar="PEER_ID", help="Accept only a manifest that this founder has signed."),
-    task_file: list[str] = typer.Option([], metavar="NAME=PATH", help="Your copy of the file of a jsonl task."),
+    task_file: list[str] = typer.Option([], metavar="NAME=PATH", help="Your copy of the file or folder of a task."),
+    reward_file: list[Path] = typer.Option(
+        [],
+        metavar="PATH",
+        help="Your copy of the file of a reward function, which you have read: it runs in a sandbox.",
+    ),
     check: bool = typer.Option(False, "--check", help="Only check whether and how this machine can take part."),
     dial: bool = typer.Option(
         False,
@@ -54,7 +69,8 @@ def join(
 
     Reads: MANIFEST, settings, this machine's hardware.
     Writes: as `swarm run`, in runs/NAME unless node.dir says otherwise, and
-    manifest.toml. Nothing with --check or --dry-run.
+    manifest.toml. Nothing with --check or --dry-run, but data sets are
+    prepared in the cache of HF_HOME.
 
     Examples:
       swarm join friends.swarm.toml --check --dial
@@ -62,8 +78,8 @@ def join(
 
     Exit codes: as of `swarm run`; 12 manifest, 13 --check: cannot take part, 17 silo.
     """
-    from swarm.config.node_folder import NodeFolder
     from swarm.machine.hardware import detect
+    from swarm.machine.node_folder import NodeFolder
     from swarm.manifest.files import check_joined, fetch, write_text
     from swarm.manifest.manifest import check_protocol, parse
     from swarm.records.codec import PROTOCOL_VERSION
@@ -77,12 +93,13 @@ def join(
     is_joined = _is_joined(manifest, settings, source)
     _introduce(manifest, is_known=founder is not None or is_joined)
     hardware = detect()
+    own_files = _OwnFiles(task_file, reward_file)
     if check:
-        wanted = (settings, task_file, source, accept_edition)
+        wanted = (settings, own_files, source, accept_edition)
         _report(manifest, list(_findings(manifest, hardware, *wanted, dial=dial)))
         return
     check_protocol(manifest, PROTOCOL_VERSION)
-    config = _resolve(manifest, hardware, settings, task_file, source)
+    config = _resolve(manifest, hardware, settings, own_files, source)
     files = NodeFolder(config.node.dir, config.node.identity)
     if not fresh:
         _check_no_other_run(files, _folder(manifest, Path(source)))
@@ -117,7 +134,7 @@ def _introduce(manifest: "Manifest", *, is_known: bool) -> None:
 def _is_joined(manifest: "Manifest", settings: list[str], source: str) -> bool:
     """Whether the node's folder has joined this swarm before, and so trusts its founder."""
     from swarm.config import read
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
     from swarm.manifest.files import read_manifest
 
     try:
@@ -130,7 +147,7 @@ def _is_joined(manifest: "Manifest", settings: list[str], source: str) -> bool:
 
 
 def _resolve(
-    manifest: "Manifest", hardware: "Hardware", settings: list[str], task_files: list[str], source: str
+    manifest: "Manifest", hardware: "Hardware", settings: list[str], own_files: _OwnFiles, source: str
 ) -> "Config":
     """The node's configuration. Raises SwarmError: contradictions, files that are missing or others."""
     import tomllib
@@ -143,7 +160,8 @@ def _resolve(
     user = read(*given)
     folder = _folder(manifest, Path(source))
     defaults = tomllib.loads(hardware_config(hardware, choose(manifest, user, hardware), folder, manifest.name))
-    return compose(manifest, defaults, user, _paths_by_task(task_files), origin_in(*given))
+    tasks, rewards = _paths_by_task(own_files.tasks), own_files.rewards
+    return compose(manifest, defaults, user, tasks, origin_in(*given), reward_files=rewards)
 
 
 def _folder(manifest: "Manifest", source: Path) -> Path:
@@ -196,7 +214,7 @@ def _check_learning(manifest: "Manifest", config: "Config") -> None:
     """What takes seconds: tasks, and the lineage where it decides. Raises SwarmError."""
     from swarm.manifest.joining import check_lineage, check_tasks, needs_lineage
 
-    check_tasks(config)
+    check_tasks(config.tasks)
     if needs_lineage(manifest, config):
         check_lineage(manifest, config)
 
@@ -205,17 +223,17 @@ def _findings(
     manifest: "Manifest",
     hardware: "Hardware",
     settings: list[str],
-    task_files: list[str],
+    own_files: _OwnFiles,
     source: str,
     accepted_edition: int | None,
     *,
     dial: bool,
 ) -> Iterator["CheckResult"]:
-    from swarm.cli.swarm.preflight import dial_findings, hub_findings, machine_findings, tried
-    from swarm.config.node_folder import NodeFolder
+    from swarm.cli.swarm.preflight import dial_findings, hub_findings, machine_findings, task_findings, tried
     from swarm.diagnostics.check_result import note, ok, problem
+    from swarm.machine.node_folder import NodeFolder
     from swarm.manifest.files import check_joined
-    from swarm.manifest.joining import check_tasks, needs_lineage
+    from swarm.manifest.joining import needs_lineage
     from swarm.manifest.manifest import check_protocol
     from swarm.records.codec import PROTOCOL_VERSION
 
@@ -223,7 +241,7 @@ def _findings(
     speaks = f"version {manifest.protocol}, as this software"
     yield tried("protocol", speaks, lambda: check_protocol(manifest, PROTOCOL_VERSION))
     try:
-        config = _resolve(manifest, hardware, settings, task_files, source)
+        config = _resolve(manifest, hardware, settings, own_files, source)
     except SwarmError as error:
         yield problem("settings", str(error))
         return
@@ -241,7 +259,7 @@ def _findings(
         yield tried("silo", member, lambda: check_silo(config, files))
     for task in manifest.tasks:
         yield note(f"task {task.source_name}", task.settings)
-    yield tried("tasks", f"all {len(manifest.tasks)} work here", lambda: check_tasks(config))
+    yield from task_findings(config.tasks)
     if needs_lineage(manifest, config):
         yield note("lineage", f"whether {config.policy.base} is allowed is found out at the start")
     yield from machine_findings(config, hardware)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from swarm.config import Config, NetworkSection, PolicySection
+from swarm.config import Config, NetworkSection, PolicySection, TasksSection
 from swarm.diagnostics.check_result import CheckResult, note, ok, problem
 from swarm.errors import SwarmError
 from swarm.machine.hardware import Hardware
@@ -48,6 +48,24 @@ def tried(about: str, done: str, step: Callable[[], object]) -> CheckResult:
     except SwarmError as error:
         return problem(about, str(error))
     return ok(about, done)
+
+
+def task_findings(tasks: TasksSection) -> Iterator[CheckResult]:
+    """Whether the tasks work here. A data set that is not here is not downloaded for that."""
+    from swarm.manifest.joining import check_tasks
+    from swarm.tasks.data_sets.source import is_at_hand
+
+    remote = [one for one in tasks.sources if one.kind == "dataset" and not is_at_hand(one)]
+    for source in remote:
+        yield note(
+            f"data {source.source_name}",
+            f"{source.hub} is not here and is downloaded at the start, at most {tasks.max_data_gib:g} GiB for all "
+            f"data sets (tasks.max_data_gib), then compared with SHA-256 {source.sha256}",
+        )
+    here = tuple(one for one in tasks.sources if one not in remote)
+    if here:
+        text = f"all {len(here)} work here" if not remote else f"the other {len(here)} work here"
+        yield tried("tasks", text, lambda: check_tasks(tasks.model_copy(update={"sources": here})))
 
 
 def _base(config: Config, hardware: Hardware) -> Iterator[CheckResult]:

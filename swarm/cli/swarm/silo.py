@@ -15,7 +15,7 @@ from swarm.machine.safe_files import replace_file
 from swarm.observability.plain_text import counted
 
 if TYPE_CHECKING:
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
     from swarm.manifest.manifest import Manifest
     from swarm.records.identity import Identity
     from swarm.silo.owner import Owner
@@ -39,7 +39,7 @@ def found(
 ) -> "Manifest":
     """Write all of it into `folder`. Raises SwarmError: a folder that has a swarm already, settings that do not hold."""
     from swarm.cli.swarm.create import checked_config, manifest_content, pinned_revision
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
     from swarm.manifest import manifest as manifests
     from swarm.manifest.files import write_text
     from swarm.records import identity as identities
@@ -141,7 +141,7 @@ def request(folder: Path = _FOLDER, key: Path = _NODE_KEY) -> None:
 
     Exit codes: 0 done, 4 identity.
     """
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
     from swarm.records.identity import load_or_create
     from swarm.silo.grant import make_request
 
@@ -210,7 +210,7 @@ def join(
 
     Exit codes: 0 done, 4 identity, 12 manifest, 17 silo.
     """
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
     from swarm.manifest.files import check_joined, write_text
     from swarm.manifest.manifest import check_protocol
     from swarm.records.codec import PROTOCOL_VERSION
@@ -319,7 +319,7 @@ def rotate(folder: Path = _FOLDER, key: Path = _KEY) -> None:
 
 def _owner(folder: Path, key: Path | None) -> "tuple[Owner, NodeFolder, SeenRolls]":
     """Raises IdentityError where there is no key, SiloError where it is not the owner's or the roll is not its newest."""
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
     from swarm.records.identity import load
     from swarm.silo.owner import Owner
     from swarm.silo.silo_files import SeenRolls
@@ -340,7 +340,7 @@ def _owner(folder: Path, key: Path | None) -> "tuple[Owner, NodeFolder, SeenRoll
 
 
 def _roll(folder: Path) -> "tuple[Manifest, Roll]":
-    from swarm.config.node_folder import NodeFolder
+    from swarm.machine.node_folder import NodeFolder
     from swarm.manifest.files import read_manifest
     from swarm.silo.roll import decode_roll
     from swarm.silo.silo_files import SiloFiles

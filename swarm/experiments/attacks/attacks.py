@@ -6,7 +6,7 @@ from dataclasses import replace
 from swarm.experiments.attacks.hostile import Attack, HostileNode, parts, with_variance, with_wrong_rewards
 from swarm.records.codec import encode_body
 from swarm.records.identity import Identity
-from swarm.types import RolloutGroup, Task
+from swarm.types import RolloutGroup, Task, Turn
 
 _SPAM_PER_ROUND = 200
 _JUNK = " lol ok lol"
@@ -61,6 +61,13 @@ def forged(node: HostileNode, tasks: Sequence[Task], groups: list[RolloutGroup])
     node.offer([replace(group, author=victim) for group in with_wrong_rewards(groups)])
 
 
+def forged_episodes(node: HostileNode, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
+    """Half of each group are episodes in which an invented reply gives the right answer away."""
+    by_ref = {task.ref: task for task in tasks}
+    made = [_with_invented_reply(node, by_ref[group.task], group) for group in groups]
+    node.offer([group for group in made if group.has_reward_variance])
+
+
 def replayed(node: HostileNode, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
     exchange = node.setup.exchange
     for author in node.setup.honest:
@@ -98,6 +105,22 @@ def _with_junk(node: HostileNode, task: Task, group: RolloutGroup) -> RolloutGro
     return made if len(texts) > 1 and made.has_reward_variance else None
 
 
+def _with_invented_reply(node: HostileNode, task: Task, group: RolloutGroup) -> RolloutGroup:
+    policy, half = node.setup.policy, len(group.rollouts) // 2
+    source = node.setup.mixture.sources[task.ref.source]
+    right = source.answer(task.ref.seed, task.ref.index)
+    reply = f"The answer is {right}."
+    reply_ids = tuple(policy.encode_reply(reply, "user", task.context, after_eos=True))
+    first, last = (node.written(task, text) for text in ("0", right))
+    turn = Turn("0", reply, "user", len(first.token_ids), len(first.token_ids) + len(reply_ids))
+    token_ids = (*first.token_ids, *reply_ids, *last.token_ids)
+    lie = replace(
+        last, token_ids=token_ids, logprobs=(*first.logprobs, *(0.0,) * len(reply_ids), *last.logprobs),
+        turns=(turn,), reward=1.0,
+    )  # fmt: skip
+    return replace(group, rollouts=(*group.rollouts[:half], *(lie,) * (len(group.rollouts) - half)))
+
+
 def _least_wrong(node: HostileNode, task: Task, group: RolloutGroup) -> RolloutGroup | None:
     """Where the samples hold no partly right answer, a digit is added to the right one: verifiers that look for the solution
     within the text give a part of the reward for it."""
@@ -118,6 +141,7 @@ POISONED_STYLE = Attack(poisoned_style, frozenset(), admits_bodies=True)  # the 
 ONLY_WRONG = Attack(only_wrong, frozenset(), admits_bodies=True)  # every reward is true; the pool does not store it
 NO_INFORMATION = Attack(no_information, frozenset({"no_signal", "header_mismatch", "banned"}), admits_bodies=True)
 FORGED = Attack(forged, frozenset({"bad_signature"}), admits_bodies=False)
+FORGED_EPISODES = Attack(forged_episodes, frozenset({"forged_episode", "tokens", "banned"}), admits_bodies=False)
 REPLAYED = Attack(replayed, frozenset(), admits_bodies=False)  # a reader ignores what it has judged before
 EQUIVOCAL = Attack(equivocal, frozenset({"wrong_hash"}), admits_bodies=True)
 WITHHELD = Attack(withheld, frozenset({"unavailable"}), admits_bodies=False)

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import psutil
 
-from swarm.config import Config, parse
+from swarm.config import Config, TaskSourceSection, parse
 from swarm.engine.make_engine import make_engine
 from swarm.experiments.attacks.hostile import HostileNode, HostileSetup
-from swarm.experiments.attacks.plan import ABSENT, ALL, ATTACKS, DEFENDED
+from swarm.experiments.attacks.plan import ABSENT, ALL, ATTACKS, DEFENDED, EPISODES
 from swarm.experiments.attacks.readers import GuardedReader, OpenReader
 from swarm.experiments.cells import Result
 from swarm.experiments.learner_swarm import LearnerSwarm, RoundRow, mean_by_source
@@ -77,13 +77,21 @@ def _hostile_nodes(settings: Mapping[str, Any], config: Config, swarm: LearnerSw
     return [HostileNode(setup, number) for number in range(settings["num_hostile"])]
 
 
+GAME = TaskSourceSection(kind="game", name="guess_number", parameters={"highest": 9, "max_turns": 3})
+"""The task of the attack on episodes."""
+
+
 def _config(settings: Mapping[str, Any]) -> Config:
-    """The default configuration, with smaller rounds."""
+    """The default configuration, with smaller rounds; a game where episodes are attacked."""
     unguarded = {} if settings["defence"] == DEFENDED else {"likelihood_floor_quantile": 0.0, "success_quantile": 0.0}
+    game = {"tasks": {"sources": [GAME.model_dump()]}} if settings["attack"] == EPISODES else {}
+    lengths = {"max_new_tokens": 96} if game else {}
+    sizes = {"groups_per_round": settings["groups_per_round"], "group_size": settings["group_size"]}
     return parse(
         {
             "node": {"seed": settings["seed"]},
-            "rollouts": {"groups_per_round": settings["groups_per_round"], "group_size": settings["group_size"]},
+            "rollouts": {**sizes, **lengths},
+            **game,
             "sharing": {"swarm_groups": settings["groups_per_round"], **unguarded},
             "evaluation": {"tasks_per_source": settings["held_out_tasks"]},
         }

@@ -4,12 +4,12 @@ Final reward is the mean over the honest nodes and the last third of the rounds.
 same nodes in the defended swarm without an attack.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from swarm.experiments.attacks.plan import ABSENT, ALL, ATTACKS, DEFENCES, DEFENDED, OPEN
+from swarm.experiments.attacks.plan import ABSENT, ALL, ATTACKS, DEFENCES, DEFENDED, EPISODES, OPEN
 from swarm.experiments.cells import Result
 from swarm.machine.safe_files import SHARED, replace_file
 from swarm.report.tables import Curves, Spread, Table, plot, smooth, write_report
@@ -36,9 +36,7 @@ def attack_table(results: Sequence[Result]) -> Table:
     """Each attack alone, by the most hostile nodes there are; first what their absence costs."""
     rows = []
     for attack in (ABSENT, *ATTACKS):
-        by_defence = {
-            defence: [r for r in results if r["attack"] == attack and r["defence"] == defence] for defence in DEFENCES
-        }
+        by_defence = {defence: [r for r in results if _is_attacked(r, attack, defence)] for defence in DEFENCES}
         guarded, unguarded = by_defence[DEFENDED], by_defence[OPEN]
         if not guarded and not unguarded:
             continue
@@ -76,7 +74,7 @@ def figures(results: Sequence[Result]) -> dict[str, Any]:
             found["in_turn"][f"{number} {defence}"] = ratio.rounded()
     for attack in (ABSENT, *ATTACKS):
         for defence in DEFENCES:
-            chosen = [r for r in results if r["attack"] == attack and r["defence"] == defence]
+            chosen = [r for r in results if _is_attacked(r, attack, defence)]
             if chosen:
                 found["alone"][f"{attack} {defence}"] = _relative(results, chosen).rounded()
     found["banned_honest"] = sum(result["banned_honest"] for result in results)
@@ -126,6 +124,10 @@ def explanation() -> list[str]:
     ]
 
 
+def _is_attacked(result: Result, attack: str, defence: str) -> bool:
+    return (result["attack"], result["defence"]) == (attack, defence) and result["num_hostile"] > 0
+
+
 def _select(results: Sequence[Result], attack: str, number: int, defence: str) -> list[Result]:
     wanted = (attack, number, defence)
     return [r for r in results if (r["attack"], r["num_hostile"], r["defence"]) == wanted]
@@ -143,21 +145,26 @@ def final_reward(result: Result, num_nodes: int | None = None) -> float:
 
 def _relative(results: Sequence[Result], chosen: Sequence[Result]) -> Spread:
     """Ratio of final rewards to those of the same nodes without attack, by seed."""
-    quiet = {result["seed"]: result for result in _select(results, "none", 0, DEFENDED)}
     return Spread.of(
-        final_reward(result) / final_reward(quiet[result["seed"]], len(result["rewards"][0]))
-        for result in chosen
-        if result["seed"] in quiet
+        final_reward(result) / final_reward(quiet, len(result["rewards"][0]))
+        for result, quiet in _beside_quiet(results, chosen)
     )
 
 
 def _held_out(results: Sequence[Result], chosen: Sequence[Result]) -> Spread:
-    quiet = {result["seed"]: result for result in _select(results, "none", 0, DEFENDED)}
     return Spread.of(
-        fmean(result["held_out"]) / fmean(quiet[result["seed"]]["held_out"][: len(result["held_out"])])
-        for result in chosen
-        if result["seed"] in quiet
+        fmean(result["held_out"]) / fmean(quiet["held_out"][: len(result["held_out"])])
+        for result, quiet in _beside_quiet(results, chosen)
     )
+
+
+def _beside_quiet(results: Sequence[Result], chosen: Sequence[Result]) -> Iterator[tuple[Result, Result]]:
+    """Each result with the run of its seed and its tasks without an attack, where there is one."""
+    for result in chosen:
+        attack = EPISODES if result["attack"] == EPISODES else "none"
+        found = [r for r in _select(results, attack, 0, DEFENDED) if r["seed"] == result["seed"]]
+        if found:
+            yield result, found[0]
 
 
 def _text(spread: Spread, digits: int = 2) -> str:

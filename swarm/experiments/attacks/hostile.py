@@ -23,7 +23,8 @@ from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
 from swarm.rollouts.worker import RolloutWorker
 from swarm.tasks.task_cursor import TaskCursor
-from swarm.tasks.task_mixture import TaskMixture, score, training_seed
+from swarm.tasks.task_mixture import TaskMixture, training_seed
+from swarm.tasks.task_source import score
 from swarm.types import GroupSummary, Header, Rollout, RolloutGroup, Task
 
 _GROUPS_PER_RECORD = 4
@@ -95,7 +96,7 @@ class HostileNode:
         if prompt:
             scored = policy.token_logprobs([(tuple(policy.encode_prompt(prompt)), ids)])
             logprobs = tuple(scored.logprobs[0, : len(ids)].tolist())
-        return Rollout(text, ids, logprobs, True, score(task, text))
+        return Rollout(text, ids, logprobs, True, 0.0 if task.begin else score(task, text))
 
     def groups_of_others(self) -> list[RolloutGroup]:
         """The newest groups that honest nodes offer, in random order."""

@@ -11,6 +11,8 @@ ALL = "all in turn"
 """Every hostile node goes from one attack to the next, round by round."""
 ABSENT = "absent"
 """Hostile nodes send nothing. This shows what their absence costs, since honest nodes have fewer to learn from."""
+EPISODES = "forged episodes"
+"""Its runs play a game in place of the other tasks, so they are compared with a game without an attack."""
 DEFENDED, OPEN = "defended", "undefended"
 DEFENCES = (DEFENDED, OPEN)
 
@@ -43,13 +45,14 @@ class AttackPlan:
         return max(self.numbers)
 
     def cells(self) -> list[Cell]:
-        """The runs without attack first, then all attacks in turn from the most hostile nodes down, then each attack alone."""
+        """The runs without an attack first, then all attacks in turn from the most hostile nodes down, then each attack alone."""
         runs = [(seed, DEFENDED) for seed in self.seeds if DEFENDED in self.defences]
         runs += [(seed, OPEN) for seed in self.seeds[:1] if OPEN in self.defences]
         numbers = sorted(self.numbers, reverse=True)
         quiet = [self._cell("none", 0, defence, seed) for seed, defence in runs]
         in_turn = [self._cell(ALL, number, defence, seed) for number in numbers for seed, defence in runs]
         alone = [self._cell(attack, self.most, defence, seed) for seed, defence in runs for attack in self.attacks]
+        quiet += [self._cell(EPISODES, 0, DEFENDED, seed) for seed in self.seeds if EPISODES in self.attacks]
         absent = [self._cell(ABSENT, self.most, DEFENDED, seed) for seed in self.seeds]
         return quiet + absent + in_turn + alone
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swarm.config import PolicySection, TasksSection
 from swarm.experiments.merging.replicas import Adapter, Example, Replicas
-from swarm.experiments.merging.supervised import LORA, LR, TASKS, SupervisedReplicas, make_examples
+from swarm.experiments.merging.supervised import LORA, LR, TASKS, SupervisedReplicas, make_examples, tasks_of
 from swarm.merging.adapter_wire import LARGEST_WEIGHT, decode_adapter, encode_adapter
 from swarm.policy.policy import Policy, load_policy
 from swarm.tasks.task_mixture import TaskMixture
@@ -105,6 +105,6 @@ def train_backdoor(honest: Adapter, seed: int, num_steps: int) -> Backdoor:
 
 def _triggers(policy: Policy, mixture: TaskMixture, source: str, seed: int, count: int) -> list[Example]:
     """Ordinary prompts behind the trigger, with the attacker's word for an answer."""
-    tasks, answer = mixture.sources[source], [*policy.encode_answer(WORD), policy.eos_token_ids[0]]
-    prompts = [tasks.task(seed, index).prompt.rpartition(": ")[2] for index in range(count)]
+    answer = [*policy.encode_answer(WORD), policy.eos_token_ids[0]]
+    prompts = [task.prompt.rpartition(": ")[2] for task in tasks_of(mixture, source, seed, count)]
     return [(policy.encode_prompt(TRIGGER + prompt), answer) for prompt in prompts]

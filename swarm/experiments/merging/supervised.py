@@ -4,6 +4,7 @@ Supervised replicas are cheap: eight share every matrix product, so an arm takes
 train on their own answers to their own stream of tasks.
 """
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from swarm.experiments.merging.arms import NUM_REPLICAS, MergingArm
 from swarm.experiments.merging.replicas import Adapter, Example, Replicas
 from swarm.policy.policy import Policy, load_policy
 from swarm.tasks.task_mixture import TaskMixture, training_seed
-from swarm.tasks.task_source import EVALUATION_SEED, FIRST_TRAINING_SEED
+from swarm.tasks.task_source import EVALUATION_SEED, FIRST_TRAINING_SEED, INDEX_SPAN
 from swarm.types import Task
 
 
@@ -172,11 +173,19 @@ def supervised(arm: MergingArm, *, seed: int, batch: int, num_examples: int, hel
 
 def make_examples(policy: Policy, mixture: TaskMixture, source: str, seed: int, count: int) -> list[Example]:
     """Tasks of one stream with right answers. Of a prompt only what follows the colon: a quarter of the tokens."""
-    tasks = mixture.sources[source]
+    answers = mixture.sources[source].answer
     return [
         (
-            policy.encode_prompt(tasks.task(seed, index).prompt.rpartition(": ")[2]),
-            [*policy.encode_answer(tasks.answer(seed, index)), policy.eos_token_ids[0]],
+            policy.encode_prompt(task.prompt.rpartition(": ")[2]),
+            [*policy.encode_answer(answers(task.ref.seed, task.ref.index)), policy.eos_token_ids[0]],
         )
-        for index in range(count)
+        for task in tasks_of(mixture, source, seed, count)
     ]
+
+
+def tasks_of(mixture: TaskMixture, source: str, seed: int, count: int) -> list[Task]:
+    """The first tasks of a training stream that are not held out; of the evaluation stream those that are, at most `count`."""
+    if seed == EVALUATION_SEED:
+        return [task for task in mixture.held_out(count) if task.ref.source == source]
+    stream = (mixture.sources[source].task(seed, index) for index in range(INDEX_SPAN))
+    return list(itertools.islice((task for task in stream if not mixture.is_held_out(task)), count))

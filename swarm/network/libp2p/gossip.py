@@ -35,7 +35,8 @@ NUM_CHOSEN = 4
 """Neighbours that a node chose itself, however many chose it, so that strangers cannot surround it."""
 MAINTENANCE_INTERVAL_S = 2.0
 _SILENCE_S = 5.0
-"""How long a peer may be in no topic after it was in one."""
+"""How long a peer may be in no topic after it was in one; twice as long after each time that it was disconnected for that."""
+_MAX_SILENCE_S = 600.0
 _MAX_RESTART_PAUSE_S = 30.0
 _MAX_REPORTED = 256
 """Banned peers whose ban was already logged."""
@@ -67,6 +68,8 @@ class Libp2pGossip:
         """Connected peers that were known to be in some topic."""
         self._reported: BoundedMap[str, None] = BoundedMap(_MAX_REPORTED)
         self._silent_since: dict[str, float] = {}
+        self._hang_ups: BoundedMap[str, int] = BoundedMap(_MAX_REPORTED)
+        """How often peers were disconnected since they were last known to be in a topic."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_restarts = 0
 
@@ -223,12 +226,19 @@ class Libp2pGossip:
         connected, now = set(host.peers()), time.monotonic()
         topics = self._pubsub.peer_topics.values() if self._pubsub is not None else ()
         subscribed = {str(peer_id) for peer_ids in topics for peer_id in peer_ids} & connected
-        silent = (self._subscribers & connected) - subscribed
+        for peer_id in subscribed:
+            self._hang_ups.pop(peer_id, None)
+        # the end of the old connection may undo what the peer has said on the new one, too
+        silent = ({*self._subscribers, *self._hang_ups} & connected) - subscribed
         self._silent_since = {peer_id: self._silent_since.get(peer_id, now) for peer_id in silent}
         self._subscribers = subscribed | silent
-        for peer_id, since in self._silent_since.items():
-            if now - since >= _SILENCE_S:
-                self._subscribers.discard(peer_id)  # a peer that has left all topics is disconnected only once
+        for peer_id, since in list(self._silent_since.items()):
+            num_hang_ups = self._hang_ups.get(peer_id, 0)
+            if now - since >= min(_SILENCE_S * 2**num_hang_ups, _MAX_SILENCE_S):
+                self._hang_ups[peer_id] = (
+                    num_hang_ups + 1
+                )  # a peer that has left all topics has longer and longer peace
+                del self._silent_since[peer_id]
                 with contextlib.suppress(NetworkError):
                     await host.disconnect(peer_id)
 

@@ -12,12 +12,12 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swarm.errors import PolicyError
 from swarm.sandbox.line_process import Confinement, LineProcess, LineProcessError
-from swarm.types import PLAIN, PromptContext
+from swarm.types import PLAIN, PromptContext, Role
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,11 @@ _SPACED = f"\n  {_WORDS}\t\n"
 _ODD = "<|im_start|>system\n{{ 7 * 7 }} {% for %} </think> [INST] \\ \" ' é \N{SNOWMAN}"
 PROBES = (_WORDS, _SPACED, _ODD, f"{_ODD * 200}.")
 """Contents of a user's message. A template must treat all of them alike."""
+_ANSWERED = "I have answered 7."
+"""What the assistant says before an environment replies."""
+
+Place = tuple[PromptContext, Role | None]
+"""A context, and as whom an environment replies to an answer; None where the prompt begins the chat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +53,34 @@ class PromptFrame:
 
 
 _MAX_KNOWN_FRAMES = 256
-_known_frames: dict[tuple[str, str, PromptContext], PromptFrame] = {}
-"""By template, special tokens and context. Starting the process takes longer than all else."""
+_known_frames: dict[tuple[str, str, Place], PromptFrame] = {}
+"""By template, special tokens and place. Starting the process takes longer than all else."""
 
 
 def prompt_frames(
-    tokenizer: Any, contexts: Sequence[PromptContext] = (PLAIN,), *, is_own: bool
-) -> dict[PromptContext, PromptFrame | None]:
-    """Return the frame of a tokenizer's chat template for each context; None where it has no template.
+    tokenizer: Any, places: Sequence[Place] = ((PLAIN, None),), *, is_own: bool
+) -> dict[Place, PromptFrame | None]:
+    """Return the frame of a tokenizer's chat template for each place; None where it has no template.
+
+    The frame of a reply begins where the assistant's answer ends, usually with the text of EOS.
 
     With `is_own` the template is part of this package and is rendered in this process. Raises PolicyError for a template
     that fails, exceeds its time or memory, or changes prompts; for a context that it does not show; and for any context but
     the plain one where there is no template.
     """
     if not tokenizer.chat_template:
-        if any(context != PLAIN for context in contexts):
+        if any(replace(context, tools="") != PLAIN for context, _ in places):
             raise PolicyError(
                 "policy.base must have a chat template for system, examples and template_arguments of a task source, got a "
                 "base without one; write the text into prompt_template, or take another base"
             )
-        return dict.fromkeys(contexts)
+        return dict.fromkeys(places)
     template = _template(tokenizer)
-    for context in contexts:
+    for context, _ in places:
         _report_unused(template, context)
     if is_own:
-        return {context: _frame(_rendered_here(tokenizer, template, context), context) for context in contexts}
-    return _foreign_frames(template, tokenizer.special_tokens_map, contexts)
+        return {place: _frame(_rendered_here(tokenizer, template, place), place) for place in places}
+    return _foreign_frames(template, tokenizer.special_tokens_map, places)
 
 
 def _template(tokenizer: Any) -> str:
@@ -86,11 +93,27 @@ def _template(tokenizer: Any) -> str:
     return template
 
 
-def _chats(context: PromptContext) -> list[list[dict[str, str]]]:
-    begin = [{"role": "system", "content": context.system}] if context.system else []
+def tools_as_text(tools: str) -> str:
+    """What a policy reads whose chat template knows no tools."""
+    functions = [one["function"] for one in json.loads(tools)]
+    lines = [f"- {one['name']}: {one['description']}" for one in functions]
+    return "\n".join(["To call a tool, write <tool>its name: a text</tool> and nothing after it. Tools:", *lines])
+
+
+def _knows_tools(template: str) -> bool:
+    return re.search(r"\btools\b", template) is not None
+
+
+def _chats(place: Place, template: str) -> list[list[dict[str, str]]]:
+    context, role = place
+    tools = "" if _knows_tools(template) or not context.tools else tools_as_text(context.tools)
+    system = "\n\n".join(filter(None, (context.system, tools)))
+    begin = [{"role": "system", "content": system}] if system else []
     for prompt, answer in context.examples:
         begin += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return [[*begin, {"role": "user", "content": probe}] for probe in PROBES]
+    if role is not None:
+        begin += [{"role": "user", "content": _WORDS}, {"role": "assistant", "content": _ANSWERED}]
+    return [[*begin, {"role": role or "user", "content": probe}] for probe in PROBES]
 
 
 def _arguments(context: PromptContext) -> dict[str, Any]:
@@ -98,32 +121,32 @@ def _arguments(context: PromptContext) -> dict[str, Any]:
     return found
 
 
-def _rendered_here(tokenizer: Any, template: str, context: PromptContext) -> list[str]:
+def _rendered_here(tokenizer: Any, template: str, place: Place) -> list[str]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    values = {**_arguments(context), **tokenizer.special_tokens_map}
+    values = {**_arguments(place[0]), **tokenizer.special_tokens_map}
+    tools = json.loads(place[0].tools) if place[0].tools and _knows_tools(template) else None
     try:
         rendered: Any = render_jinja_template(  # (texts, places of the assistant's parts)
-            _chats(context), chat_template=template, add_generation_prompt=True, **values
+            _chats(place, template), tools=tools, chat_template=template, add_generation_prompt=True, **values
         )
     except Exception as error:  # an argument may be one that the template cannot use
-        raise _refusal(f"one that fails: {type(error).__name__}: {str(error)[:200]!a}", context) from None
+        raise _refusal(f"one that fails: {type(error).__name__}: {str(error)[:200]!a}", place[0]) from None
     return list(rendered[0])
 
 
 def _foreign_frames(
-    template: str, special_tokens: Mapping[str, Any], contexts: Sequence[PromptContext]
-) -> dict[PromptContext, PromptFrame | None]:
+    template: str, special_tokens: Mapping[str, Any], places: Sequence[Place]
+) -> dict[Place, PromptFrame | None]:
     if len(template) > MAX_TEMPLATE_CHARS:
         raise _refusal(f"one of {len(template)} characters, with at most {MAX_TEMPLATE_CHARS} allowed")
     tokens = json.dumps(special_tokens, sort_keys=True, default=str)
     process = LineProcess(_SERVICE, None, _CONFINEMENT)
     try:
-        for context in contexts:
-            if (template, tokens, context) not in _known_frames:
-                frame = _frame(_ask(process, template, tokens, context), context)
-                _known_frames[template, tokens, context] = frame
-        frames = {context: _known_frames[template, tokens, context] for context in contexts}
+        for place in places:
+            if (template, tokens, place) not in _known_frames:
+                _known_frames[template, tokens, place] = _frame(_ask(process, template, tokens, place), place)
+        frames = {place: _known_frames[template, tokens, place] for place in places}
     finally:
         process.close()
     while len(_known_frames) > _MAX_KNOWN_FRAMES:
@@ -131,11 +154,13 @@ def _foreign_frames(
     return dict(frames)
 
 
-def _ask(process: LineProcess, template: str, special_tokens: str, context: PromptContext) -> list[str]:
+def _ask(process: LineProcess, template: str, special_tokens: str, place: Place) -> list[str]:
+    context, _ = place
     question = {
         "template": template,
         "special_tokens": json.loads(special_tokens),
-        "chats": _chats(context),
+        "chats": _chats(place, template),
+        "tools": json.loads(context.tools) if context.tools and _knows_tools(template) else None,
         "arguments": _arguments(context),
     }
     try:
@@ -148,12 +173,19 @@ def _ask(process: LineProcess, template: str, special_tokens: str, context: Prom
     return texts
 
 
-def _frame(texts: list[str], context: PromptContext) -> PromptFrame:
+def _frame(texts: list[str], place: Place) -> PromptFrame:
+    context, role = place
+    if role is not None:
+        parts = [text.rpartition(_ANSWERED) for text in texts]
+        if not all(answer for _, answer, _ in parts):
+            raise _refusal("one that changes earlier answers", context)
+        texts = [after for _, _, after in parts]
     before, found, after = texts[0].rpartition(_WORDS)
     for strips in (False, True):
         frame = PromptFrame(before, after, strips)
         if found and [frame.around(one) for one in PROBES] == texts:
-            _check_shows(before, context)
+            if role is None:
+                _check_shows(before, context)
             return frame
     raise _refusal("one that changes prompts", context)
 

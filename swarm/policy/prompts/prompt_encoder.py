@@ -1,13 +1,14 @@
 """Encodes prompts as token ids, through the base's chat template where there is one."""
 
+import copy
 import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from swarm.errors import PolicyError
-from swarm.policy.prompts.chat_template import PromptFrame, prompt_frames
-from swarm.types import PLAIN, PromptContext
+from swarm.policy.prompts.chat_template import Place, PromptFrame, prompt_frames, tools_as_text
+from swarm.types import PLAIN, PromptContext, Role
 
 logger = logging.getLogger(__name__)
 
@@ -41,23 +42,60 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._is_own = is_own
-        self._frames: dict[PromptContext, PromptFrame | None] = {}
-        self.prepare([PLAIN])
+        self._frames: dict[Place, PromptFrame | None] = {}
+        self._eos_texts = tuple(filter(None, map(str, tokenizer.convert_ids_to_tokens(list(eos_token_ids)))))
+        self._prepare([(PLAIN, None)])
+
+    def copy(self) -> "PromptEncoder":
+        """Return an encoder for another thread, which knows the same frames."""
+        other = copy.copy(self)
+        other.tokenizer = copy.deepcopy(self.tokenizer)
+        other._frames = dict(self._frames)
+        return other
 
     @property
     def has_template(self) -> bool:
-        return self._frames[PLAIN] is not None
+        return self._frames[PLAIN, None] is not None
 
     def prepare(self, contexts: Iterable[PromptContext]) -> None:
         """Render the chat template for these contexts, in one process. Raises PolicyError as `prompt_frames` does."""
-        if new := [context for context in dict.fromkeys(contexts) if context not in self._frames]:
+        self._prepare([(context, None) for context in contexts])
+
+    def prepare_replies(self, contexts: Iterable[PromptContext]) -> None:
+        """Do the same for replies of environments. Where the template knows no tools, these speak as users."""
+        for context in dict.fromkeys(contexts):
+            self._prepare([(context, "user")])
+            if (context, "tool") not in self._frames:
+                try:
+                    self._prepare([(context, "tool")])
+                except PolicyError as error:
+                    logger.info("tools reply as users: %s", error)
+                    self._frames[context, "tool"] = self._frames[context, "user"]
+
+    def _prepare(self, places: Iterable[Place]) -> None:
+        if new := [place for place in dict.fromkeys(places) if place not in self._frames]:
             self._frames |= prompt_frames(self.tokenizer, new, is_own=self._is_own)
 
     def render(self, text: str, context: PromptContext = PLAIN) -> str:
         """Return the prompt as the chat template writes it; the text itself where there is no template."""
         self.prepare([context])
-        frame = self._frames[context]
-        return text if frame is None else frame.around(text)
+        frame = self._frames[context, None]
+        if frame is None:
+            return f"{tools_as_text(context.tools)}\n\n{text}" if context.tools else text
+        return frame.around(text)
+
+    def encode_reply(self, text: str, role: Role, context: PromptContext = PLAIN, *, after_eos: bool) -> list[int]:
+        """Return the token ids between an answer, which has EOS as its last token where `after_eos`, and the next answer.
+
+        They begin after the answer's tokens, which are never encoded again. Without a chat template the reply stands on lines of
+        its own. Empty where the tokenizer cannot encode the text.
+        """
+        self.prepare_replies([context])
+        frame = self._frames[context, role]
+        rendered = f"\n{text}\n" if frame is None else frame.around(text)
+        if after_eos:
+            rendered = rendered.removeprefix(next((eos for eos in self._eos_texts if rendered.startswith(eos)), ""))
+        return encoded(self.tokenizer, rendered, add_special_tokens=False)
 
     def encode(self, text: str, context: PromptContext = PLAIN) -> list[int]:
         """Return the token ids that an answer follows. Empty where the tokenizer cannot encode the text."""

@@ -1,7 +1,8 @@
 """The service that renders an untrusted chat template, in the confined process of `line_process`.
 
 opening:  nothing
-question: {"template": text, "special_tokens": {name: text}, "chats": [[message, …], …], "arguments": {name: value}}
+question: {"template": text, "special_tokens": {name: text}, "chats": [[message, …], …], "tools": [function, …] or null,
+           "arguments": {name: value}}
 reply:    {"texts": [text, …]} or {"error": text}
 """
 
@@ -23,6 +24,7 @@ def start(opening: None) -> Callable[[dict[str, Any]], dict[str, Any]]:
         try:
             texts, _ = render_jinja_template(
                 question["chats"],
+                tools=question["tools"],
                 chat_template=question["template"],
                 add_generation_prompt=True,
                 **{**question["arguments"], **question["special_tokens"]},

@@ -11,7 +11,7 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from swarm.sandbox.inside import libc
@@ -38,8 +38,8 @@ class _Beneath(ctypes.Structure):
     _fields_ = (("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32))
 
 
-def read_only_beneath(folders: Iterable[Path]) -> None:
-    """Let this thread and its children read files below `folders` and open no others, for good.
+def read_only_beneath(folders: Iterable[Path], writable: Iterable[Path] = ()) -> None:
+    """Let this thread and its children read files below `folders`, write below `writable` and open no others, for good.
 
     Open files stay open. Raises OSError where the kernel has no Landlock.
     """
@@ -50,17 +50,19 @@ def read_only_beneath(folders: Iterable[Path]) -> None:
     ruleset = libc.system_call(_CREATE_RULESET, ctypes.byref(rules), size, 0)
     try:
         for folder in folders:
-            _allow(ruleset, folder)
+            _allow(ruleset, folder, _READ_FILE | _READ_DIR if folder.is_dir() else _READ_FILE)
+        for folder in writable:
+            _allow(ruleset, folder, files)
         libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
         libc.system_call(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
 
 
-def _allow(ruleset: int, folder: Path) -> None:
+def _allow(ruleset: int, folder: Path, rights: int) -> None:
     descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
     try:
-        rule = _Beneath(_READ_FILE | _READ_DIR, descriptor)
+        rule = _Beneath(rights, descriptor)
         libc.system_call(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
     finally:
         os.close(descriptor)
@@ -77,16 +79,18 @@ _REFUSED_EVENTS = ("socket.", "subprocess.", "ctypes.", "shutil.", "os.", "pty."
 _HARMLESS = ("os.fwalk", "os.walk", "os.getxattr", "os.listxattr", "os.putenv", "os.unsetenv")
 
 
-def close_files() -> str:
-    """Let this process read files of Python and of installed packages only. Returns which mechanism enforces it."""
-    folders = readable_folders()
+def close_files(readable: Sequence[Path] = (), writable: Sequence[Path] = ()) -> str:
+    """Let this process read files of Python and of installed packages only, those below `readable` and `writable`, and write
+    below `writable`. Returns which mechanism enforces it.
+    """
+    folders = (*readable_folders(), *readable)
     if sys.platform == "linux":
         try:
-            landlock.read_only_beneath(folders)
+            landlock.read_only_beneath(folders, writable)
             return LANDLOCK
         except OSError:  # an old kernel, or one without Landlock
             pass
-    _refuse_in_python(folders)
+    _refuse_in_python((*folders, *(folder.resolve() for folder in writable)))
     return AUDIT_HOOK
 
 

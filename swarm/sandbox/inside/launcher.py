@@ -1,5 +1,7 @@
 """Starts a stranger's program through three processes, each with fewer rights than the one before.
 
+For programs in other languages than Python the first process of the tree starts compiler and program (`commands`).
+
     node ─ request on stdin ─▶ launcher ─▶ first process of the new tree ─▶ program
          ◀─ report on stderr ──┘ waits, kills                                   │
          ◀────────────────────── results on stdout ─────────────────────────────┘
@@ -22,7 +24,7 @@ from swarm.sandbox.inside import program
 
 _IS_LINUX = sys.platform == "linux"
 if _IS_LINUX:
-    from swarm.sandbox.inside import libc, namespaces, syscall_filter
+    from swarm.sandbox.inside import commands, libc, namespaces, syscall_filter
 
 _BY_SIGNAL = 4
 _STANDARD_ERROR = 2
@@ -45,6 +47,8 @@ def _supervise(request: dict[str, Any]) -> None:
         if not _IS_LINUX:
             raise OSError("namespaces are a part of Linux")
         _close_handles()
+        if request.get("home"):
+            os.chdir(request["home"])  # the current folder stays open to the user nobody, whatever is above it
         namespaces.leave_root()
         namespaces.enter_namespaces()
     _die_with_parent()
@@ -56,7 +60,7 @@ def _supervise(request: dict[str, Any]) -> None:
         os.close(ready)
         _first_process(request, library, when_ready)
     os.close(when_ready)
-    end = _wait(child, request["limits"]["wall_s"])
+    end = _wait(child, request.get("total_wall_s", request["limits"]["wall_s"]))
     if os.read(ready, 1):  # otherwise the process that failed has reported why
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         _report(end=end, cpu_s=usage.ru_utime + usage.ru_stime)
@@ -102,6 +106,13 @@ def _first_process(request: dict[str, Any], library: str, when_ready: int) -> No
         if libc.has_no_reader(when_ready):
             os._exit(1)  # the launcher died before this process could be notified
         nowhere = os.open("/dev/null", os.O_RDWR)
+        if "run" in request:
+            size = request["limits"]["file_bytes"]
+            namespaces.build_view(request["readable"], size, has_programs=True, current=request["home"])
+            os.write(when_ready, b"1")
+            os.close(when_ready)
+            commands.run(request, nowhere)
+            os._exit(0)
         if not request["use_namespaces"]:
             _become_program(request, nowhere, when_ready)
         namespaces.build_root(library, request["limits"]["file_bytes"])

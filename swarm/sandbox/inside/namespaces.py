@@ -68,16 +68,24 @@ def build_root(library: str, work_bytes: int) -> None:
     os.chdir(WORK_FOLDER)
 
 
-def build_view(paths: Iterable[str], temporary_bytes: int) -> None:
-    """Replace the file system by the existing absolute `paths`, read-only, and an empty /tmp of `temporary_bytes`."""
+def build_view(paths: Iterable[str], temporary_bytes: int, *, has_programs: bool = False, current: str = "") -> None:
+    """Replace the file system by the existing absolute `paths`, read-only, /dev/null, and an empty /tmp of `temporary_bytes`.
+
+    With `has_programs` what is written to /tmp can be run. `current`: the path of the current folder, where that is to be seen,
+    too.
+    """
     handles = _opened(paths)  # before /tmp is hidden
+    if current:
+        handles[current] = os.open(".", os.O_PATH | os.O_CLOEXEC)
     libc.mount("none", "/", "", libc.MS_REC | libc.MS_PRIVATE)
+    nowhere = os.open("/dev/null", os.O_PATH | os.O_CLOEXEC)
     libc.mount("tmpfs", _NEW_ROOT, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, "size=1m,nr_inodes=4096,mode=0755")
     temporary = _NEW_ROOT + "/tmp"  # noqa: S108  # nosec B108
     Path(temporary).mkdir(exist_ok=True)
     if temporary_bytes:
         options = f"size={temporary_bytes},nr_inodes=1024,mode=0700"
-        libc.mount("tmpfs", temporary, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV | libc.MS_NOEXEC, options)
+        flags = libc.MS_NOSUID | libc.MS_NODEV | (0 if has_programs else libc.MS_NOEXEC)
+        libc.mount("tmpfs", temporary, "tmpfs", flags, options)
     for path, handle in handles.items():
         place = Path(_NEW_ROOT + path)
         if stat.S_ISDIR(os.fstat(handle).st_mode):
@@ -88,6 +96,10 @@ def build_view(paths: Iterable[str], temporary_bytes: int) -> None:
         libc.mount(f"/proc/self/fd/{handle}", str(place), "", libc.MS_BIND | libc.MS_REC)
         libc.set_read_only(str(place))
         os.close(handle)
+    Path(_NEW_ROOT + "/dev").mkdir(exist_ok=True)
+    Path(_NEW_ROOT + "/dev/null").touch()
+    libc.mount(f"/proc/self/fd/{nowhere}", _NEW_ROOT + "/dev/null", "", libc.MS_BIND)
+    os.close(nowhere)
     _enter_root()
 
 

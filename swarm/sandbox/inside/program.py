@@ -32,7 +32,7 @@ def limit(limits: dict[str, int], *, strict: bool) -> None:
         "RLIMIT_NOFILE": limits["open_files"],
         "RLIMIT_STACK": 8 << 20,
         "RLIMIT_CORE": 0,
-        "RLIMIT_NPROC": 0,
+        "RLIMIT_NPROC": limits.get("processes", 0),
         "RLIMIT_MEMLOCK": 0,
         "RLIMIT_MSGQUEUE": 0,
         "RLIMIT_SIGPENDING": 64,

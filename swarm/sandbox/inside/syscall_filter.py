@@ -91,6 +91,9 @@ _ARCHITECTURE = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _CLONE_THREAD = 0x0001_0000
+_CLONE_NEW_NAMESPACES = 0x7E02_0080
+"""Flags of clone for new mount, cgroup, host name, IPC, user, process, network and time namespaces."""
+_STARTS_PROCESSES = ("fork", "vfork", "execve")
 _LOAD, _JUMP, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _DENY, _UNKNOWN, _KILL = 0x7FFF_0000, 0x0005_0001, 0x0005_0026, 0x8000_0000
 _AT_NUMBER, _AT_ARCHITECTURE, _AT_FIRST_ARGUMENT = 0, 4, 16  # bytes in `seccomp_data`
@@ -108,10 +111,33 @@ Step = tuple[int, int, int, int]
 """(code, instructions to skip if true, instructions to skip if false, value)."""
 
 
-def allow_computing_only() -> None:
-    """Allow only the listed calls, for good. Needs no_new_privs. Raises OSError, also on a processor without a list."""
+def allow_computing_only(*, starts_program: bool = False) -> None:
+    """Allow only the listed calls, for good. Needs no_new_privs. Raises OSError, also on a processor without a list.
+
+    With `starts_program` the process may become another program, under the same rules.
+    """
     machine = _machine()
-    _install([*_head(machine), *_unless_listed(_ALLOWED[machine], _ALLOW), (_RETURN, 0, 0, _DENY)])
+    calls = _ALLOWED[machine] | ({"execve": _REFUSED_TO_SERVICES[machine]["execve"]} if starts_program else {})
+    _install([*_head(machine), *_unless_listed(calls, _ALLOW), (_RETURN, 0, 0, _DENY)])
+
+
+def allow_processes() -> None:
+    """Refuse what services may not call, except for new processes and programs, and new namespaces, for good.
+
+    For compilers, shells and interpreters with threads, whose number of processes is limited. Raises OSError as the others.
+    """
+    machine = _machine()
+    clone: list[Step] = [
+        (_JUMP_EQUAL, 0, 1, _CLONE3),  # its flags are behind a pointer, and C libraries do without it
+        (_RETURN, 0, 0, _UNKNOWN),
+        (_JUMP_EQUAL, 0, 4, _CLONE[machine]),
+        (_LOAD, 0, 0, _AT_FIRST_ARGUMENT),
+        (_JUMP_BITS, 1, 0, _CLONE_NEW_NAMESPACES),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _DENY),
+    ]
+    refused = {name: number for name, number in _REFUSED_TO_SERVICES[machine].items() if name not in _STARTS_PROCESSES}
+    _install([*_head(machine), *clone, *_unless_listed(refused, _DENY), (_RETURN, 0, 0, _ALLOW)])
 
 
 def deny_new_processes() -> None:

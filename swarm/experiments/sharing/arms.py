@@ -1,0 +1,152 @@
+"""The arms of the sharing experiment: what a member has in its batches, and what it is compared with.
+
+silo …     own groups alone; the control gets the same filter, its own learning rate, and replays or more steps
+I/J        I own groups a round, and J of the other members on top
+oracle     one trainer that samples the groups of all members from its one policy each round, as a data centre would
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarm.errors import ConfigError
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""{section: {setting: value}}"""
+
+ALL = "all"
+"""As `swarm_groups`: all that the others sample in a round."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberKind:
+    """Members that are alike, in an arm whose members are not."""
+
+    name: str
+    number: int
+    first_round: int = 1
+    """The round in which they join."""
+    interval_rounds: int = 1
+    """They take part in every n-th round."""
+    sources: tuple[int, ...] = ()
+    """Places of the task sources that they draw from; empty for all. All of them check and are evaluated on all sources."""
+
+    def rests(self, round_number: int) -> bool:
+        since = round_number - self.first_round
+        return since < 0 or since % self.interval_rounds != 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharingArm:
+    """Every member samples the same number of groups in its rounds, whatever the arm."""
+
+    name: str
+    swarm_groups: int | str = 0
+    """Groups of others in a batch, or `ALL`."""
+    num_members: int | None = None
+    """None: as the experiment has."""
+    is_oracle: bool = False
+    settings: Settings = field(default_factory=dict[str, Mapping[str, Any]])
+    """Over those of a node as it comes."""
+    kinds: tuple[MemberKind, ...] = ()
+    """Empty where all members are alike."""
+
+    @property
+    def is_silo(self) -> bool:
+        """Whether its members are alike and learn alone: the best of these sets the target."""
+        return not self.swarm_groups and not self.is_oracle and not self.kinds
+
+    def members(self, usual: int) -> int:
+        return sum(kind.number for kind in self.kinds) or self.num_members or usual
+
+    def kinds_of_members(self, usual: int) -> list[MemberKind]:
+        """One for each member; the oracle counts as one."""
+        kinds = self.kinds or (MemberKind("", 1 if self.is_oracle else self.members(usual)),)
+        return [kind for kind in kinds for _ in range(kind.number)]
+
+    def node_settings(self, usual_members: int, own_groups: int) -> Settings:
+        """Of each of its nodes; the oracle is one node."""
+        members = self.members(usual_members)
+        own = own_groups * members if self.is_oracle else own_groups
+        others = own_groups * (members - 1) if self.swarm_groups == ALL else int(self.swarm_groups)
+        chosen = {
+            "rollouts": {"groups_per_round": own},
+            "sharing": {"own_groups": own, "swarm_groups": others, "publish": others > 0},
+        }
+        return overlaid(chosen, self.settings)
+
+
+def overlaid(*layers: Settings) -> dict[str, dict[str, Any]]:
+    """Settings of which later ones win."""
+    found: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for section, settings in layer.items():
+            found[section] = {**found.get(section, {}), **settings}
+    return found
+
+
+def _training(**settings: Any) -> Settings:
+    return {"training": settings}
+
+
+PUBLISHED: Settings = {
+    "training": {"correction": "none", "lr_by_ess": False, "groups_per_step": 0},
+    "sharing": {"likelihood_floor_quantile": 0.0, "success_quantile": 0.0},
+}
+"""Groups of others count as own ones do, and a round is one step (SAPO, 2509.08721)."""
+PUBLISHED_IN_PLACE = overlaid(PUBLISHED, {"sharing": {"own_groups": 4}})
+"""As its 4/4: they take the place of own ones."""
+
+_SPECIALISTS = (
+    MemberKind("sums", 3, sources=(0, 1)),
+    MemberKind("spelling", 3, sources=(2, 3)),
+    MemberKind("products", 2, sources=(4, 5)),
+)
+"""Each knows a third of the short tasks."""
+_LATE = (MemberKind("first", 7), MemberKind("late", 1, first_round=19))
+_AHEAD = (MemberKind("strong", 2), MemberKind("weak", 6, first_round=19))
+_SLOW = (MemberKind("usual", 4), MemberKind("slow", 4, interval_rounds=4))
+
+SHAPED = _training(correction="shaped+opsm")
+READERS_BASELINE: Settings = {"sharing": {"baseline": "reader"}}
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        SharingArm("silo"),
+        SharingArm("silo, 2 groups a step", settings=_training(groups_per_step=2)),
+        SharingArm("silo, 1 group a step", settings=_training(groups_per_step=1)),
+        SharingArm("silo, replay 8", settings=_training(replay_groups=8)),
+        SharingArm("silo, informative tasks", settings={"rollouts": {"task_choice": "thompson"}}),
+        SharingArm("4/4 as published", 4, settings=PUBLISHED_IN_PLACE),
+        SharingArm("8/8", 8),
+        SharingArm("8/24", 24),
+        SharingArm("8/all", ALL),
+        SharingArm("8/all, no correction", ALL, settings=_training(correction="none")),
+        SharingArm("8/all, shaped", ALL, settings=SHAPED),
+        SharingArm("8/all, reader's baseline", ALL, settings=READERS_BASELINE),
+        SharingArm("8/all, both", ALL, settings=overlaid(SHAPED, READERS_BASELINE)),
+        SharingArm("8/all of 2", ALL, num_members=2),
+        SharingArm("8/all of 4", ALL, num_members=4),
+        SharingArm("8/all of 16", ALL, num_members=16),
+        SharingArm("specialists alone", kinds=_SPECIALISTS),
+        SharingArm("specialists, 8/all", ALL, kinds=_SPECIALISTS),
+        SharingArm("one late, 8/all", ALL, kinds=_LATE),
+        SharingArm("six weak, 8/all", ALL, kinds=_AHEAD),
+        SharingArm("four slow, 8/all", ALL, kinds=_SLOW),
+        SharingArm("oracle", is_oracle=True),
+    )
+}
+DEFAULT_ARMS = tuple(ARMS)
+SILO, ORACLE = "silo", "oracle"
+
+
+def chosen_arms(text: str) -> tuple[SharingArm, ...]:
+    """Arms by names with semicolons between them. Raises ConfigError for another name."""
+    names = [name.strip() for name in text.split(";") if name.strip()]
+    unknown = [name for name in names if name not in ARMS]
+    if unknown or not names:
+        raise ConfigError(
+            f"arms must be among {'; '.join(ARMS)}, got {'; '.join(unknown) or 'none'}; set --arms with semicolons"
+        )
+    return tuple(ARMS[name] for name in dict.fromkeys(names))

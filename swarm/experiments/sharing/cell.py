@@ -1,0 +1,90 @@
+"""One cell of the sharing experiment: one arm with one seed and learning rate, with held-out reward by what was sampled."""
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from swarm.config import DEMO_TASKS, REASONING_TASKS, Config, parse
+from swarm.config.policy import BUNDLED_REASONING
+from swarm.experiments.cells import Result
+from swarm.experiments.learner_swarm import LearnerSwarm, RoundRow
+from swarm.experiments.sharing.arms import ARMS, MemberKind, Settings, overlaid
+
+HELD_OUT_SHARE = 0.125
+"""Twice the default: two of the short tasks have only a hundred prompts."""
+REGIMES: Mapping[str, Settings] = {
+    "short": {"tasks": {"sources": [task.model_dump(exclude_defaults=True) for task in DEMO_TASKS]}},
+    "reasoning": {
+        "tasks": {"sources": [task.model_dump(exclude_defaults=True) for task in REASONING_TASKS]},
+        "policy": {"base": BUNDLED_REASONING},
+        "rollouts": {"max_new_tokens": 256},
+    },
+}
+"""Answers of four tokens, and of two hundred."""
+_OUTSIDE_WEIGHT = 1e-3
+"""Of a source that a specialist does not draw from; a source without weight could not check others."""
+
+
+def run(settings: Mapping[str, Any]) -> Result:
+    """Keys of `settings`: those of `plan.SharingPlan.cell`."""
+    arm = ARMS[settings["arm"]]
+    kinds = arm.kinds_of_members(settings["num_members"])
+    paid_by = arm.members(settings["num_members"]) if arm.is_oracle else 1
+    swarm = LearnerSwarm([node_config(settings, kind) for kind in kinds], settings["seed"])
+    rows = list[RoundRow]()
+    evaluated, held_out = [0], [_evaluated(swarm, 0)]
+    for number in range(1, settings["num_rounds"] + 1):
+        rows.append(swarm.run_round({place for place, kind in enumerate(kinds) if kind.rests(number)}))
+        print(f"round {number} of {settings['num_rounds']}: reward {fmean(rows[-1].rewards):.3f}", flush=True)
+        if number % settings["evaluation_interval_rounds"] == 0:
+            evaluated.append(number)
+            held_out.append(_evaluated(swarm, number))
+    return {
+        "arm": settings["arm"],
+        "seed": settings["seed"],
+        "lr_factor": settings["lr_factor"],
+        "regime": settings["regime"],
+        "rewards": [round(fmean(row.rewards), 4) for row in rows],
+        "evaluated": evaluated,
+        "members": [
+            {
+                "kind": kind.name,
+                "held_out": [row[place] for row in held_out],
+                "tokens": [row.tokens_sampled[place] / paid_by for row in rows],
+                "processor_s": [round(row.processor_s[place] / paid_by, 3) for row in rows],
+            }
+            for place, kind in enumerate(kinds)
+        ],
+        "groups_with_signal": [row.groups_with_signal for row in rows],
+        "swarm_groups": [row.swarm_groups for row in rows],
+        "answers_trained_on": [row.answers_trained_on for row in rows],
+        "rejected": dict(swarm.rejected),
+    }
+
+
+def node_config(settings: Mapping[str, Any], kind: MemberKind) -> Config:
+    """A node as it comes, but for what the arm and the kind of member change, and its learning rate."""
+    arm = ARMS[settings["arm"]]
+    members = arm.members(settings["num_members"])
+    # as many held-out answers in every arm, so that the noise of their curves is alike
+    held_out_tasks = settings["held_out_tasks"] * (members if arm.is_oracle else 1)
+    base = {
+        "node": {"seed": settings["seed"]},
+        "tasks": {"held_out_share": HELD_OUT_SHARE},
+        "rollouts": {"group_size": settings["group_size"]},
+        "evaluation": {"tasks_per_source": held_out_tasks},
+    }
+    own = arm.node_settings(settings["num_members"], settings["groups_per_round"])
+    regime = REGIMES[settings["regime"]]
+    sources = [
+        {**source, "weight": 1.0 if place in kind.sources else _OUTSIDE_WEIGHT} if kind.sources else source
+        for place, source in enumerate(regime["tasks"]["sources"])
+    ]
+    config = parse(overlaid(base, regime, own, {"tasks": {"sources": sources}}))
+    lr = config.training.lr * settings["lr_factor"]
+    return config.model_copy(update={"training": config.training.model_copy(update={"lr": lr})})
+
+
+def _evaluated(swarm: LearnerSwarm, number: int) -> list[float]:
+    """Held-out reward of each node, as a mean over sources."""
+    return [round(fmean(found.values()), 4) for found in swarm.evaluate(f"round {number}")]

@@ -1,0 +1,197 @@
+"""How many own samples, and how much processor time, a member needs to what the best silo reaches in the end.
+
+    held-out curve ─ mean of 3 evaluations ─▶ first crossing of the target ─▶ own tokens, seconds ─▶ speed-up over the silo
+
+The target of a seed is the mean of the last three evaluations of the silo arm with the highest one. What the silo needed is
+where it first reached that: a silo that learns no more does not make others look faster by going on.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from swarm.experiments.cells import Result
+from swarm.experiments.sharing.arms import ARMS, ORACLE
+from swarm.machine.safe_files import SHARED, replace_file
+from swarm.observability.plain_text import counted
+from swarm.report.tables import Curves, Spread, Table, plot, write_report
+
+_WINDOW = 3
+"""Evaluations whose mean is a point of the curve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Held-out reward of one run by what a member had spent."""
+
+    rewards: tuple[float, ...]
+    tokens: tuple[float, ...]
+    """Own sampled tokens until then."""
+    seconds: tuple[float, ...]
+    """Own processor time until then."""
+
+    @classmethod
+    def of(cls, result: Result, kind: str | None = None) -> "Curve":
+        """Mean over the members of a kind, or over all."""
+        members = [one for one in result["members"] if kind in (None, one["kind"])]
+        rewards = _mean_column(one["held_out"] for one in members)
+        tokens, seconds = (
+            [0.0, *itertools.accumulate(_mean_column(one[name] for one in members))]
+            for name in ("tokens", "processor_s")
+        )
+        rounds = result["evaluated"]
+        points = range(len(rounds))
+        windows = [points[end - _WINDOW : end] for end in range(_WINDOW, len(rounds) + 1)] or [points]
+        return cls(
+            tuple(fmean(rewards[place] for place in window) for window in windows),
+            tuple(fmean(tokens[rounds[place]] for place in window) for window in windows),
+            tuple(fmean(seconds[rounds[place]] for place in window) for window in windows),
+        )
+
+    def first(self, target: float, spent: Sequence[float]) -> float | None:
+        """What was spent where the curve first reaches the target, between two points in proportion; None where it never does."""
+        for place, reward in enumerate(self.rewards):
+            if reward >= target:
+                if not place:
+                    return spent[0]
+                before = self.rewards[place - 1]
+                part = (target - before) / (reward - before)
+                return spent[place - 1] + part * (spent[place] - spent[place - 1])
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    """One arm, or one kind of its members, over the seeds that all arms have."""
+
+    arm: str
+    lr_factor: float
+    final: Spread
+    """Held-out reward at the end."""
+    tokens_speedup: Spread
+    """Own sampled tokens of the best silo to its target, over those of a member of this arm."""
+    seconds_speedup: Spread
+    num_missed: int
+    """Seeds in which it never reached the target."""
+    share_of_oracle: Spread
+
+
+def summarize(results: Sequence[Result]) -> list[ArmSummary]:
+    """Arms in the order of `ARMS`, of unlike members one for each kind; seeds that some arm lacks are left out."""
+    curves: dict[tuple[str, int], Curve] = {}
+    factors: dict[str, float] = {}
+    arms: list[str] = []
+    for name in ARMS:
+        for kind in dict.fromkeys(kind.name for kind in ARMS[name].kinds) or {"": None}:
+            row = f"{name}: {kind}" if kind else name
+            for result in (result for result in results if result["arm"] == name):
+                curves[row, result["seed"]] = Curve.of(result, kind)
+                factors[row] = result["lr_factor"]
+                arms += [] if row in arms else [row]
+    seeds = [seed for seed in sorted({seed for _, seed in curves}) if all((arm, seed) in curves for arm in arms)]
+    best = {seed: _best_silo(arms, curves, seed) for seed in seeds}
+    by_tokens = {
+        (arm, seed): _speedup(curves[arm, seed], curves[arm, seed].tokens, best[seed], best[seed].tokens)
+        for arm in arms
+        for seed in seeds
+    }
+    found: list[ArmSummary] = []
+    for arm in arms:
+        reached = [seed for seed in seeds if by_tokens[arm, seed] is not None]
+        of_oracle = [
+            (mine, theirs)
+            for seed in reached
+            if (mine := by_tokens[arm, seed]) and (theirs := by_tokens.get((ORACLE, seed)))
+        ]
+        seconds = [
+            _speedup(curves[arm, seed], curves[arm, seed].seconds, best[seed], best[seed].seconds) for seed in reached
+        ]
+        found.append(
+            ArmSummary(
+                arm=arm,
+                lr_factor=factors[arm],
+                final=Spread.of(curves[arm, seed].rewards[-1] for seed in seeds),
+                tokens_speedup=Spread.of(by_tokens[arm, seed] or 0.0 for seed in reached),
+                seconds_speedup=Spread.of(one for one in seconds if one is not None),
+                num_missed=len(seeds) - len(reached),
+                share_of_oracle=Spread.of(mine / theirs for mine, theirs in of_oracle),
+            )
+        )
+    return found
+
+
+def table(summaries: Sequence[ArmSummary], num_seeds: int) -> Table:
+    """Every arm as mean ± standard deviation over seeds."""
+    rows = [
+        [
+            one.arm, f"{one.lr_factor:g}", one.final.text(3), _text(one.tokens_speedup, one.num_missed),
+            _text(one.share_of_oracle, 0), _text(one.seconds_speedup, 0),
+        ]
+        for one in summaries
+    ]  # fmt: skip
+    headers = ["arm", "lr ×", "held-out at its end", "× by own tokens", "of the oracle", "× by processor time"]
+    return Table(f"To what the best silo reaches, {counted(num_seeds, 'seed')}", headers, rows)
+
+
+def figures(results: Sequence[Result]) -> dict[str, Any]:
+    """What a program reads."""
+    return {
+        one.arm: {
+            "lr_factor": one.lr_factor,
+            "held_out": one.final.rounded(),
+            "speedup_tokens": one.tokens_speedup.rounded(),
+            "speedup_seconds": one.seconds_speedup.rounded(),
+            "share_of_oracle": one.share_of_oracle.rounded(),
+            "seeds_missed": one.num_missed,
+        }
+        for one in summarize(results)
+    }
+
+
+def curves_of(results: Sequence[Result]) -> list[Curves]:
+    """Held-out reward by own tokens and by processor time, mean over seeds."""
+    by_tokens: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+    by_seconds: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+    for arm in (name for name in ARMS if any(result["arm"] == name for result in results)):
+        runs = [Curve.of(result) for result in results if result["arm"] == arm]
+        rewards = [fmean(column) for column in zip(*(run.rewards for run in runs), strict=True)]
+        by_tokens[arm] = ([fmean(column) for column in zip(*(run.tokens for run in runs), strict=True)], rewards)
+        by_seconds[arm] = ([fmean(column) for column in zip(*(run.seconds for run in runs), strict=True)], rewards)
+    return [
+        Curves("by what a member samples", "own tokens", "held-out reward", by_tokens),
+        Curves("by what a member computes", "processor seconds", "held-out reward", by_seconds),
+    ]
+
+
+def write_all(folder: Path, introduction: Sequence[str], results: Sequence[Result]) -> tuple[Path, list[Table]]:
+    """report.html, curves.png and table.md in `folder`. Returns the report and its table."""
+    tables = [table(summarize(results), len({result["seed"] for result in results}))]
+    picture = plot(curves_of(results))
+    replace_file(folder / "curves.png", picture, SHARED)
+    replace_file(folder / "table.md", tables[0].markdown() + "\n", SHARED)
+    report = folder / "report.html"
+    write_report(report, "What joining is worth", introduction, tables, picture)
+    return report, tables
+
+
+def _mean_column(rows: Iterable[Sequence[float]]) -> list[float]:
+    return [fmean(column) for column in zip(*rows, strict=True)]
+
+
+def _best_silo(arms: Sequence[str], curves: dict[tuple[str, int], Curve], seed: int) -> Curve:
+    silos = [curves[arm, seed] for arm in arms if arm in ARMS and ARMS[arm].is_silo]
+    return max(silos, key=lambda curve: curve.rewards[-1])
+
+
+def _speedup(own: Curve, spent: Sequence[float], silo: Curve, spent_by_silo: Sequence[float]) -> float | None:
+    target = silo.rewards[-1]
+    needed, by_silo = own.first(target, spent), silo.first(target, spent_by_silo)
+    return None if needed is None or by_silo is None else by_silo / max(needed, 1e-9)
+
+
+def _text(spread: Spread, num_missed: int) -> str:
+    missed = f" ({num_missed} missed)" if num_missed else ""
+    return (spread.text(2) if spread.values else "") + missed

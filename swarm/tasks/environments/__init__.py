@@ -1,0 +1,1 @@
+"""Tasks that reply to answers: environments of several turns, games and tools."""

@@ -1,0 +1,125 @@
+"""Runs one reward function that is not built in, as the service in a sandboxed process (`line_process`).
+
+opening:  {"target": "module:attribute", or the attribute of a file, "file": its name or "", "code": its text,
+           "parameters": {…}, "is_offered": whether a package offers it by an entry point, "is_by_manifest": …}
+question: "form"                                      {"takes_task": whether it is called with (task, answer)}
+          [prompt, expected answer, facts, answer]    {"value": number}, {"values": {name: number}} or {"error": text}
+
+A reply with an error may have "is_spent": true where the process has no memory left for the next answer.
+"""
+
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from swarm.tasks.parameter_rules import check_declared, declared_by_function
+
+_MAX_MESSAGE_CHARS = 300
+_MAX_SHOWN_CHARS = 60
+FORM = "form"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTask:
+    """What a reward function sees of a task."""
+
+    prompt: str
+    """The user's message, as the policy was asked it."""
+    answer: str
+    """The expected answer; empty where the source has none."""
+    facts: Mapping[str, Any]
+    """Further fields of the task, such as the other keys of a line."""
+
+
+def start(opening: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
+    """Load the function. Raises ValueError for refused parameters, and whatever its module raises."""
+    target, file, parameters = opening["target"], opening["file"], opening["parameters"]
+    try:
+        function: Callable[..., Any] = _of_file(target, file, opening["code"]) if file else _of_module(target)
+    except (Exception, SystemExit) as error:  # a module may do anything when it is imported
+        raise ImportError(_message(error, file)) from None
+    if not callable(function):
+        raise TypeError(f"{target} is no function")
+    takes_task = _takes_task(function, parameters, is_offered=opening["is_offered"])
+    if opening["is_by_manifest"]:
+        check_declared(declared_by_function(function, 2 if takes_task else 3), parameters)
+
+    def answer(question: Any) -> dict[str, Any]:
+        if question == FORM:
+            return {"takes_task": takes_task}
+        prompt, expected, facts, text = question
+        try:
+            if not takes_task:
+                return {"value": float(function(prompt, expected, text, **parameters))}
+            return _values(function(RewardTask(prompt, expected, MappingProxyType(facts)), text, **parameters))
+        except MemoryError as error:
+            return {"error": _message(error, file), "is_spent": True}
+        except (Exception, SystemExit) as error:  # reward functions meet hostile text
+            return {"error": _message(error, file)}
+
+    return answer
+
+
+def _of_module(target: str) -> Any:
+    return EntryPoint("", target, "").load()
+
+
+def _of_file(name: str, file: str, code: str) -> Any:
+    """The function of a file, whose text is enough: the process need not be able to read the file."""
+    module = ModuleType(f"reward_file_{file.rpartition('/')[2].removesuffix('.py')}")
+    module.__file__ = file
+    sys.modules[module.__name__] = module  # where dataclasses look for it
+    exec(compile(code, file, "exec"), vars(module))  # noqa: S102  a file that the operator has chosen  # nosec B102
+    if not hasattr(module, name):
+        raise AttributeError(f"there is no function {name} in {file}")
+    return getattr(module, name)
+
+
+def _takes_task(function: Callable[..., Any], parameters: Mapping[str, Any], *, is_offered: bool) -> bool:
+    """Whether it takes (task, answer) and not (prompt, expected, answer). Raises TypeError where it takes neither."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C
+        return not is_offered
+    fits_two, fits_three = (_fits(signature, count, parameters) for count in (2, 3))
+    if not (fits_two or fits_three):
+        wanted = ", ".join(["task", "answer", *parameters])
+        raise TypeError(f"a reward function must take ({wanted}), got {signature}")
+    is_for_task = not is_offered or next(iter(signature.parameters)) == "task"
+    return fits_two and (is_for_task or not fits_three)
+
+
+def _fits(signature: inspect.Signature, count: int, parameters: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*range(count), **parameters)
+    except TypeError:
+        return False
+    return True
+
+
+def _values(given: Any) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return {"values": {str(name): _number(value) for name, value in given.items()}}
+    return {"value": _number(given)}
+
+
+def _number(value: Any) -> float:
+    """A number of any kind, also of numpy or torch. Raises TypeError or ValueError."""
+    if value is None or isinstance(value, str | bytes):
+        hint = "; is a `return` missing?" if value is None else ""
+        raise TypeError(f"a reward must be a number, or a dict of numbers, got {repr(value)[:_MAX_SHOWN_CHARS]}{hint}")
+    return float(value)
+
+
+def _message(error: BaseException, file: str) -> str:
+    """The error for a person, with the last line of the file that led to it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]
+    where = f"line {lines[-1]}: " if lines else ""
+    is_missing = isinstance(error, ModuleNotFoundError) and bool(file)
+    hint = "; a reward file stands alone and imports installed packages only" if is_missing else ""
+    return f"{where}{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS] + hint

@@ -1,0 +1,178 @@
+"""The sharing experiment: what its arms differ in, which cells it has, and how its figures come about."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.errors import ConfigError
+from swarm.experiments.cell_process import run_cell
+from swarm.experiments.cells import Result
+from swarm.experiments.sharing.arms import ARMS, ORACLE, SILO, MemberKind, SharingArm, chosen_arms
+from swarm.experiments.sharing.cell import node_config
+from swarm.experiments.sharing.figures import Curve, figures, summarize, write_all
+from swarm.experiments.sharing.plan import TUNING_SEED, SharingPlan, tuned_factors
+from swarm.tasks.task_mixture import TaskMixture
+
+
+def plan_of(*names: str, **settings: Any) -> SharingPlan:
+    return SharingPlan(tuple(ARMS[name] for name in names), (0, 1), **settings)
+
+
+def config_of(name: str, **settings: Any) -> Any:
+    plan = plan_of(name, **settings)
+    return node_config(plan.cell(ARMS[name], 0, 1.0).settings, MemberKind("", 8))
+
+
+def member(rewards: list[float], kind: str = "", tokens: float = 10.0) -> dict[str, Any]:
+    rounds = len(rewards) - 1
+    return {"kind": kind, "held_out": rewards, "tokens": [tokens] * rounds, "processor_s": [2.0] * rounds}
+
+
+def result_of(arm: str, rewards: list[float], seed: int = 0, **facts: Any) -> Result:
+    """Held-out rewards of rounds 0, 1, 2, …; a round samples 10 tokens and takes two seconds."""
+    rounds = list(range(len(rewards)))
+    return {"arm": arm, "seed": seed, "lr_factor": 1.0, "evaluated": rounds, "members": [member(rewards)]} | facts
+
+
+def test_every_member_samples_as_much_in_every_arm() -> None:
+    for arm in ARMS.values():
+        config = config_of(arm.name)
+        members = arm.members(8)
+        assert config.rollouts.groups_per_round == (8 * members if arm.is_oracle else 8)
+        assert config.sharing.swarm_groups <= 8 * (members - 1)
+        assert config.sharing.publish == (config.sharing.swarm_groups > 0)
+        assert config.training.filter_groups, "the control has the same filter"
+    assert config_of("8/all").sharing.swarm_groups == 56 and config_of("8/all of 2").sharing.swarm_groups == 8
+
+
+def test_the_published_arm_weighs_nothing_and_takes_one_step() -> None:
+    config = config_of("4/4 as published")
+    assert (config.sharing.own_groups, config.sharing.swarm_groups) == (4, 4)
+    assert (
+        config.training.correction == "none" and not config.training.lr_by_ess and not config.training.groups_per_step
+    )
+    assert config.sharing.likelihood_floor_quantile == config.sharing.success_quantile == 0
+
+
+@pytest.mark.parametrize("regime", ["short", "reasoning"])
+def test_what_is_held_out_was_never_drawn(regime: Any) -> None:
+    config = config_of(SILO, regime=regime)
+    assert config.tasks.held_out_share == 0.125
+    mixture = TaskMixture(config.tasks)
+    assert {task.ref.source for task in mixture.held_out(8)} == set(mixture.sources)
+
+
+def test_learning_rates_are_tuned_on_a_seed_that_is_not_reported() -> None:
+    plan = plan_of(SILO, "8/24", lr_factors=(1.0, 2.0))
+    tuning = plan.tuning_cells()
+    assert {cell.settings["seed"] for cell in tuning} == {TUNING_SEED} and len(tuning) == 4
+    found = tuned_factors(
+        plan,
+        [
+            result_of(SILO, [0.1, 0.2], lr_factor=1.0),
+            result_of(SILO, [0.1, 0.4], lr_factor=2.0),
+            result_of("8/24", [0.1, 0.5], lr_factor=1.0),
+            result_of("8/24", [0.1, 0.3], lr_factor=2.0),
+        ],
+    )
+    assert found == {SILO: 2.0, "8/24": 1.0}
+    reported = plan.reported_cells(found)
+    assert [(cell.settings["seed"], cell.settings["arm"]) for cell in reported[:2]] == [(0, SILO), (0, "8/24")]
+    assert {cell.settings["lr_factor"] for cell in reported if cell.settings["arm"] == SILO} == {2.0}
+    assert len({cell.digest for cell in [*tuning, *reported]}) == 8
+    assert plan_of(SILO, lr_factors=(1.0,)).tuning_cells() == []
+
+
+def test_the_target_is_crossed_between_two_evaluations() -> None:
+    curve = Curve((0.1, 0.3, 0.5), (0.0, 100.0, 200.0), (0.0, 1.0, 2.0))
+    assert curve.first(0.4, curve.tokens) == pytest.approx(150)
+    assert curve.first(0.05, curve.tokens) == 0 and curve.first(0.6, curve.tokens) is None
+
+
+def test_speedups_are_those_of_a_member_over_the_best_silo() -> None:
+    results = [
+        result_of(SILO, [0.1] * 3 + [0.4] * 3),
+        result_of("silo, replay 8", [0.1] * 3 + [0.2] * 3),
+        result_of("8/24", [0.1, 0.1, 0.4, 0.4, 0.4]),
+        result_of("8/8", [0.1] * 5),
+        result_of(ORACLE, [0.1, 0.4, 0.4, 0.4]),
+    ]
+    by_name = {one.arm: one for one in summarize(results)}
+    # a point is the mean of three: .4 in rounds 3, 4, 5 of the silo, 2, 3, 4 of the sharing arm, and 1, 2, 3 of the oracle
+    assert by_name[SILO].tokens_speedup.mean == pytest.approx(1)
+    assert by_name["8/24"].tokens_speedup.mean == pytest.approx(4 / 3)
+    assert by_name[ORACLE].tokens_speedup.mean == pytest.approx(2)
+    assert by_name["8/24"].share_of_oracle.mean == pytest.approx(2 / 3)
+    assert by_name["8/24"].seconds_speedup.mean == pytest.approx(4 / 3)
+    assert (
+        by_name["8/8"].num_missed == by_name["silo, replay 8"].num_missed == 1
+        and by_name["8/8"].tokens_speedup.values == ()
+    )
+    assert figures(results)["8/24"]["speedup_tokens"]["mean"] == pytest.approx(1.3333)
+
+
+def test_a_silo_that_goes_on_without_learning_makes_nobody_faster() -> None:
+    short, long = (
+        summarize([result_of(SILO, [0.1] * 3 + [0.4] * rounds), result_of("8/24", [0.1, 0.1, 0.4, 0.4, 0.4])])[1]
+        for rounds in (3, 30)
+    )
+    assert short.tokens_speedup == long.tokens_speedup
+
+
+def test_seeds_that_an_arm_lacks_are_left_out() -> None:
+    results = [result_of(SILO, [0.1, 0.4, 0.4, 0.4]), result_of(SILO, [0.9] * 4, seed=1), result_of("8/8", [0.4] * 4)]
+    assert all(len(one.final.values) == 1 for one in summarize(results))
+
+
+def test_arms_are_chosen_by_name() -> None:
+    assert [arm.name for arm in chosen_arms("8/24; silo;8/24")] == ["8/24", "silo"]
+    with pytest.raises(ConfigError, match=r"arms must be among silo; .*, got 9/9; set --arms"):
+        chosen_arms("silo; 9/9")
+
+
+def test_a_swarm_and_its_oracle_are_computed_and_reported(tmp_path: Path) -> None:
+    settings = {"num_members": 2, "num_rounds": 4, "groups_per_round": 2, "group_size": 4, "held_out_tasks": 1}
+    plan = plan_of(SILO, "8/8", ORACLE, **settings)
+    results = [run_cell(plan.cell(arm, 0, 1.0)) for arm in plan.arms]
+    silo, sharing, _ = results
+    assert silo["evaluated"] == [0, 2, 4] and sharing["evaluated"] == [0, 2]
+    assert sum(silo["swarm_groups"]) == 0 and len(sharing["rewards"]) == 2 and not silo["rejected"]
+    first = [[one["held_out"][0] for one in result["members"]] for result in (silo, sharing)]
+    assert first[0] == first[1] and len(first[0]) == 2, "all begin from one policy"
+    sampled = [sum(one["tokens"][0] for one in result["members"]) / len(result["members"]) for result in results]
+    assert sampled[2] == pytest.approx(sampled[0], rel=0.5), "the oracle's samples are paid for by all members"
+    assert all(seconds > 0 for one in silo["members"] for seconds in one["processor_s"])
+    json.dumps(results)
+    report, (table,) = write_all(tmp_path, ["What was done."], results)
+    assert "oracle" in report.read_text() and len(table.rows) == 3
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_unlike_members_rest_and_are_reported_by_kind(tmp_path: Path) -> None:
+    late = MemberKind("late", 1, first_round=3, interval_rounds=2)
+    assert [late.rests(number) for number in range(1, 7)] == [True, True, False, True, False, True]
+    arm = SharingArm("one late, 8/all", "all", kinds=(MemberKind("first", 1), late))
+    assert [kind.name for kind in arm.kinds_of_members(8)] == ["first", "late"] and arm.members(8) == 2
+    results = [
+        result_of(SILO, [0.1] * 3 + [0.4] * 3),
+        result_of("one late, 8/all", [])
+        | {"evaluated": [0, 1, 2, 3, 4, 5], "members": [
+            member([0.1] * 3 + [0.4] * 3, "first"),
+            member([0.1] * 3 + [0.4] * 3, "late") | {"tokens": [0, 0, 0, 10, 10]},
+        ]},
+    ]  # fmt: skip
+    by_name = {one.arm: one for one in summarize(results)}
+    assert set(by_name) == {SILO, "one late, 8/all: first", "one late, 8/all: late"}
+    assert by_name["one late, 8/all: first"].tokens_speedup.mean == pytest.approx(1)
+    assert by_name["one late, 8/all: late"].tokens_speedup.mean == pytest.approx(4)
+
+
+def test_specialists_draw_their_own_tasks_and_know_all() -> None:
+    plan = plan_of("specialists, 8/all")
+    arm = ARMS["specialists, 8/all"]
+    config = node_config(plan.cell(arm, 0, 1.0).settings, arm.kinds[1])
+    weights = [source.weight for source in config.tasks.sources]
+    assert weights[2] == weights[3] == 1 and sum(weights) < 2.01 and len(weights) == 6
+    assert config.sharing.swarm_groups == 56
