@@ -384,6 +384,8 @@ def attacks(
     seeds: str = typer.Option("0,1", help="Seeds, with commas; without a defence the first one only."),
     alone: str = typer.Option(None, "--attacks", help="Attacks to run alone, with commas.", show_default="all"),
     hostile: str = typer.Option("1,2,4", help="Hostile nodes of eight, with commas, where all attacks come in turn."),
+    correction: str = typer.Option(None, help="training.correction of honest nodes.", show_default="as it comes"),
+    baseline: str = typer.Option(None, help="sharing.baseline of honest nodes.", show_default="as it comes"),
     workers: Workers = 2,
     report_only: ReportOnly = False,
     quick: Quick = False,
@@ -397,7 +399,10 @@ def attacks(
     from swarm.experiments.attacks.plan import ATTACKS, AttackPlan, chosen_attacks
 
     chosen = chosen_attacks(alone or ",".join(ATTACKS))
-    plan = AttackPlan(tuple(seed_list(seeds)), tuple(seed_list(hostile)), chosen, num_rounds=rounds)
+    plan = AttackPlan(
+        tuple(seed_list(seeds)), tuple(seed_list(hostile)), chosen,
+        num_rounds=rounds, correction=correction, baseline=baseline,
+    )  # fmt: skip
     if quick:
         plan = AttackPlan(
             (0,), (1,), ("wrong rewards",), num_nodes=3, num_rounds=2, groups_per_round=2, group_size=4,

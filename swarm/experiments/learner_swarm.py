@@ -1,8 +1,9 @@
 """A swarm of real learners in one process. They take turns, and each has its own adapter and pool.
 
-    every round, in an order drawn anew: pull from others ─ roll out ─ publish ─ train
+    every round, in an order drawn anew: pull from others ─ roll out ─ publish ─ train ─ offer the adapter, where it merges
 
-All share one copy of the base's weights. Time is virtual, a second a turn, so that a seed gives the same numbers anywhere.
+Partners that offer in the same round are paired after it, and merge in their next one. All share one copy of the base's weights.
+Time is virtual, a second a turn, so that a seed gives the same numbers anywhere.
 """
 
 import hashlib
@@ -18,6 +19,8 @@ from swarm.admission.admission import Admission, Vocabulary
 from swarm.admission.reward_verifier import RewardVerifier
 from swarm.config import Config, PolicySection
 from swarm.experiments.memory_exchange import MemoryExchange, MemoryReader
+from swarm.experiments.merging.memory_pairing import MemoryPairing, Terms, send_as_it_is
+from swarm.merging.policy_merging import MergePorts
 from swarm.node.learner import Learner, SwarmPorts
 from swarm.node.policy_backend import local_backend, vocabulary_of
 from swarm.policy.policy import Policy, load_policy
@@ -26,10 +29,13 @@ from swarm.records.context import SwarmContext
 from swarm.records.identity import Identity
 from swarm.sharing.usefulness import READ_AHEAD_BATCHES, Usefulness, make_choice
 from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import MAX_SEED
 from swarm.types import RolloutGroup
 
 _FIRST_S = 1_000_000.0
 _TURN_S = 1.0
+_MERGE_TERMS = Terms(drop_rate=0.0, delay=0, patience=2, are_known=True)
+"""In rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,8 @@ class RoundRow:
     """By each node; 0 for one that rests."""
     processor_s: tuple[float, ...] = ()
     """Processor time of each node: sampling, checks of what others sent, and training."""
+    tokens_trained: tuple[float, ...] = ()
+    """In the batch of each node: its number of answers times the mean length of the answers that the node sampled."""
 
 
 class GroupReader(Protocol):
@@ -97,6 +105,8 @@ class LearnerSwarm:
         self._answers_below_floor = 0
         self._now_s = _FIRST_S
         self._rng = random.Random(seed)
+        self._num_rounds = 0
+        self._pairing = MemoryPairing(_MERGE_TERMS, random.Random(f"{seed}/merging"), send_as_it_is)
         self.exchange = MemoryExchange(configs[0].swarm_id, configs[0].sharing, self._clock)
         self._bases: dict[PolicySection, Policy] = {}
         self._mixtures: dict[str, TaskMixture] = {}
@@ -115,21 +125,26 @@ class LearnerSwarm:
             rows[number] = node.learner.run_round()
             seconds[number] = time.process_time() - started_s
             self._now_s += _TURN_S
-        ordered = [(self._nodes[number], row) for number, row in sorted(rows.items())]
+        self._num_rounds += 1
+        self._pairing.advance(self._num_rounds)
+        ordered = [row for _, row in sorted(rows.items())]
+        trained, tokens_trained = [0] * len(self._nodes), [0.0] * len(self._nodes)
+        for number, row in rows.items():
+            group_size = self._nodes[number].config.rollouts.group_size
+            trained[number] = (row["train/own_groups"] + row["train/swarm_groups"]) * group_size
+            tokens_trained[number] = trained[number] * row["rollout/tokens"] / max(row["rollout/answers"], 1)
         self._answers_below_floor = sum(row["train/answers_below_floor_total"] for row in rows.values())
         return RoundRow(
-            rewards=tuple(row["rollout/reward_mean"] for _, row in ordered),
-            answers_sampled=sum(row["rollout/answers"] for _, row in ordered),
-            answers_trained_on=sum(
-                (row["train/own_groups"] + row["train/swarm_groups"]) * node.config.rollouts.group_size
-                for node, row in ordered
-            ),
-            groups_with_signal=sum(row["rollout/groups_with_signal"] for _, row in ordered),
-            swarm_groups=sum(row["train/swarm_groups"] for _, row in ordered),
+            rewards=tuple(row["rollout/reward_mean"] for row in ordered),
+            answers_sampled=sum(row["rollout/answers"] for row in ordered),
+            answers_trained_on=sum(trained),
+            groups_with_signal=sum(row["rollout/groups_with_signal"] for row in ordered),
+            swarm_groups=sum(row["train/swarm_groups"] for row in ordered),
             tokens_sampled=tuple(
                 rows[number]["rollout/tokens"] if number in rows else 0 for number in range(len(self._nodes))
             ),
             processor_s=tuple(seconds),
+            tokens_trained=tuple(tokens_trained),
         )
 
     def evaluate(self, phase: str, num_nodes: int | None = None) -> list[dict[str, float]]:
@@ -140,6 +155,11 @@ class LearnerSwarm:
     def num_answers_below_floor(self) -> int:
         """Answers below the likelihood floor of all nodes, since the start."""
         return self._answers_below_floor
+
+    @property
+    def learners(self) -> list[Learner]:
+        """One per node, in the order of nodes."""
+        return [node.learner for node in self._nodes]
 
     @property
     def readers(self) -> list[GroupReader]:
@@ -179,7 +199,9 @@ class LearnerSwarm:
             self.exchange.publish(identity, groups)
 
         backend = local_backend(config, policy, identity.peer_id)
-        ports = SwarmPorts(publish=publish, usefulness=usefulness, report_peer=reader.report_peer)
+        gate_seed = random.Random(f"{seed}/{number}/gate").randrange(MAX_SEED)
+        merging = MergePorts(self._pairing.pairer(number), None, self._clock, gate_seed)
+        ports = SwarmPorts(publish=publish, usefulness=usefulness, merge_ports=merging, report_peer=reader.report_peer)
         learner = Learner(config, backend, mixture=mixture, pool=pool, peer_id=identity.peer_id, ports=ports)
         return _Node(learner, reader, config)
 

@@ -1,15 +1,18 @@
 """The sharing experiment: what its arms differ in, which cells it has, and how its figures come about."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swarm.config import parse
 from swarm.errors import ConfigError
 from swarm.experiments.cell_process import run_cell
 from swarm.experiments.cells import Result
-from swarm.experiments.sharing.arms import ARMS, ORACLE, SILO, MemberKind, SharingArm, chosen_arms
+from swarm.experiments.learner_swarm import LearnerSwarm
+from swarm.experiments.sharing.arms import ARMS, MERGING, ORACLE, SILO, MemberKind, SharingArm, chosen_arms
 from swarm.experiments.sharing.cell import node_config
 from swarm.experiments.sharing.figures import Curve, figures, summarize, write_all
 from swarm.experiments.sharing.plan import TUNING_SEED, SharingPlan, tuned_factors
@@ -27,7 +30,8 @@ def config_of(name: str, **settings: Any) -> Any:
 
 def member(rewards: list[float], kind: str = "", tokens: float = 10.0) -> dict[str, Any]:
     rounds = len(rewards) - 1
-    return {"kind": kind, "held_out": rewards, "tokens": [tokens] * rounds, "processor_s": [2.0] * rounds}
+    spent = {"tokens": [tokens] * rounds, "tokens_trained": [tokens] * rounds, "processor_s": [2.0] * rounds}
+    return {"kind": kind, "held_out": rewards, **spent}
 
 
 def result_of(arm: str, rewards: list[float], seed: int = 0, **facts: Any) -> Result:
@@ -86,7 +90,7 @@ def test_learning_rates_are_tuned_on_a_seed_that_is_not_reported() -> None:
 
 
 def test_the_target_is_crossed_between_two_evaluations() -> None:
-    curve = Curve((0.1, 0.3, 0.5), (0.0, 100.0, 200.0), (0.0, 1.0, 2.0))
+    curve = Curve((0.1, 0.3, 0.5), (0.0, 100.0, 200.0), (0.0, 1.0, 2.0), (0.0, 1.0, 2.0))
     assert curve.first(0.4, curve.tokens) == pytest.approx(150)
     assert curve.first(0.05, curve.tokens) == 0 and curve.first(0.6, curve.tokens) is None
 
@@ -121,9 +125,41 @@ def test_a_silo_that_goes_on_without_learning_makes_nobody_faster() -> None:
     assert short.tokens_speedup == long.tokens_speedup
 
 
-def test_seeds_that_an_arm_lacks_are_left_out() -> None:
-    results = [result_of(SILO, [0.1, 0.4, 0.4, 0.4]), result_of(SILO, [0.9] * 4, seed=1), result_of("8/8", [0.4] * 4)]
-    assert all(len(one.final.values) == 1 for one in summarize(results))
+def test_seeds_that_a_silo_lacks_are_left_out_and_arms_may_have_fewer() -> None:
+    results = [
+        result_of(SILO, [0.1, 0.4, 0.4, 0.4]),
+        result_of(SILO, [0.9] * 4, seed=1),
+        result_of("silo, replay 8", [0.4] * 4),
+        result_of("8/8", [0.4] * 4, seed=1),
+    ]
+    assert {one.arm: one.num_seeds for one in summarize(results)} == {SILO: 1, "silo, replay 8": 1, "8/8": 0}
+    assert {one.arm: one.num_seeds for one in summarize([results[0], results[1], results[3]])} == {SILO: 2, "8/8": 1}
+
+
+def test_training_on_others_answers_counts_on_the_clock() -> None:
+    silo = result_of(SILO, [0.1] * 3 + [0.4] * 3)
+    sharing = result_of("8/24", [0.1] * 3 + [0.4] * 3)
+    sharing["members"][0]["tokens_trained"] = [40.0] * 5
+    by_name = {one.arm: one for one in summarize([silo, sharing])}
+    assert by_name["8/24"].tokens_speedup.mean == pytest.approx(1)
+    # a round of 10 sampled tokens costs 10 + 10/4 alone, and 10 + 40/4 here
+    assert by_name["8/24"].clock_speedup.mean == pytest.approx(12.5 / 20)
+
+
+def test_learners_that_merge_end_closer_to_each_other() -> None:
+    """Two members that share no experience, alone and merging every second round."""
+
+    def distance(**merging: Any) -> float:
+        sizes = {"groups_per_round": 4, "group_size": 4}
+        alone = {"swarm_groups": 0, "publish": False}
+        swarm = LearnerSwarm([parse({"rollouts": sizes, "sharing": alone, "merging": merging})] * 2, seed=0)
+        for _ in range(8):
+            swarm.run_round()
+        first, second = (learner._backend.optimizer.read() for learner in swarm.learners)
+        return math.sqrt(sum(float((first[name] - second[name]).square().sum()) for name in first))
+
+    apart = distance()
+    assert 0 < distance(**{**MERGING["merging"], "interval_s": 4.0}) < 0.8 * apart
 
 
 def test_arms_are_chosen_by_name() -> None:

@@ -86,13 +86,16 @@ def _config(settings: Mapping[str, Any]) -> Config:
     unguarded = {} if settings["defence"] == DEFENDED else {"likelihood_floor_quantile": 0.0, "success_quantile": 0.0}
     game = {"tasks": {"sources": [GAME.model_dump()]}} if settings["attack"] == EPISODES else {}
     lengths = {"max_new_tokens": 96} if game else {}
+    training = {"training": {"correction": settings["correction"]}} if "correction" in settings else {}
+    baseline = {"baseline": settings["baseline"]} if "baseline" in settings else {}
     sizes = {"groups_per_round": settings["groups_per_round"], "group_size": settings["group_size"]}
     return parse(
         {
             "node": {"seed": settings["seed"]},
             "rollouts": {**sizes, **lengths},
             **game,
-            "sharing": {"swarm_groups": settings["groups_per_round"], **unguarded},
+            **training,
+            "sharing": {"swarm_groups": settings["groups_per_round"], **unguarded, **baseline},
             "evaluation": {"tasks_per_source": settings["held_out_tasks"]},
         }
     )

@@ -1,6 +1,7 @@
 """Plans the experiment: which attacks, by how many nodes, with which defence."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from swarm.errors import ConfigError
 from swarm.experiments.cells import Cell
@@ -37,6 +38,10 @@ class AttackPlan:
     """Names that one hostile node takes in a round of the attack `sybils`."""
     held_out_tasks: int = 16
     """Held-out tasks per source and node."""
+    correction: str | None = None
+    """`training.correction` of honest nodes; None: as it comes."""
+    baseline: str | None = None
+    """`sharing.baseline` of honest nodes; None: as it comes."""
     defences: tuple[str, ...] = field(default=DEFENCES)
     """A run without a defence only shows what there is to lose, so it is computed with the first seed alone."""
 
@@ -57,7 +62,7 @@ class AttackPlan:
         return quiet + absent + in_turn + alone
 
     def _cell(self, attack: str, num_hostile: int, defence: str, seed: int) -> Cell:
-        settings = {
+        settings: dict[str, Any] = {
             "attack": attack,
             "num_hostile": num_hostile,
             "defence": defence,
@@ -70,6 +75,8 @@ class AttackPlan:
             "num_sybils": self.num_sybils,
             "held_out_tasks": self.held_out_tasks,
         }
+        named = {"correction": self.correction, "baseline": self.baseline}
+        settings |= {name: value for name, value in named.items() if value is not None}
         if attack == ALL:
             settings["turns"] = list(ATTACKS)  # only for the digest: with other attacks it is another cell
         return Cell("attacks", f"{attack}, {num_hostile} hostile, {defence}, seed {seed}", settings)

@@ -30,6 +30,8 @@ class Terms:
     """Units of time from a match to its outcome."""
     patience: int
     """Units of time that an offer waits for a match."""
+    are_known: bool = False
+    """Whether replicas have proven themselves to each other by other work, such as experience that they share."""
 
 
 @dataclass(slots=True)
@@ -45,7 +47,7 @@ class MemoryPairing:
     """All replicas of one run; `pairer` gives the `Pairer` of one of them."""
 
     def __init__(self, terms: Terms, rng: random.Random, tamper: Tamper) -> None:
-        self._terms, self._rng, self._tamper = terms, rng, tamper
+        self.terms, self._rng, self._tamper = terms, rng, tamper
         self._now = 0
         self._waiting: list[_Offer] = []
         self._on_the_way: list[tuple[int, _Offer, Outcome]] = []
@@ -60,7 +62,7 @@ class MemoryPairing:
     def offer(self, replica: int, snapshot: Snapshot) -> "Future[Outcome]":
         future: Future[Outcome] = Future()
         self._recent[replica].begin_offer()
-        self._waiting.append(_Offer(replica, snapshot, future, self._now + self._terms.patience))
+        self._waiting.append(_Offer(replica, snapshot, future, self._now + self.terms.patience))
         return future
 
     def refuse(self, replica: int, peer_id: str) -> None:
@@ -99,14 +101,14 @@ class MemoryPairing:
         """`takes_anybody`: also partners of late, once an offer has waited for half of its time."""
         for own, its in ((one, other), (other, one)):
             recent, name = self._recent[own.replica], _name(its.replica)
-            is_late = takes_anybody and self._now >= own.until - self._terms.patience / 2
+            is_late = takes_anybody and self._now >= own.until - self.terms.patience / 2
             if recent.has_failed(name) or (name in recent and not is_late):
                 return False
         return _is_in_step(one, other)
 
     def _exchange(self, first: _Offer, second: _Offer) -> None:
         self.num_exchanges += 1
-        fails = self._rng.random() < self._terms.drop_rate
+        fails = self._rng.random() < self.terms.drop_rate
         for own, other in ((first, second), (second, first)):
             sent = None if fails else self._tamper(other.replica, other.snapshot)
             outcome = Alone("unreachable") if sent is None else Partner(_name(other.replica), sent)
@@ -114,7 +116,7 @@ class MemoryPairing:
             if sent is None:
                 self._recent[own.replica].failed(_name(other.replica))
             self.sent_bytes += 0 if sent is None else len(sent.payload)
-            self._on_the_way.append((self._now + self._terms.delay, own, outcome))
+            self._on_the_way.append((self._now + self.terms.delay, own, outcome))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +133,12 @@ class ReplicaPairer:
         self.pairing.refuse(self.replica, peer_id)
 
     def is_known(self, peer_id: str) -> bool:
-        """Replicas share no experience."""
-        return False
+        return self.pairing.terms.are_known
+
+
+def send_as_it_is(replica: int, snapshot: Snapshot) -> Snapshot:
+    """The `Tamper` of honest replicas."""
+    return snapshot
 
 
 def _is_in_step(one: _Offer, other: _Offer) -> bool:

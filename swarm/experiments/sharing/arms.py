@@ -2,6 +2,7 @@
 
 silo …     own groups alone; the control gets the same filter, its own learning rate, and replays or more steps
 I/J        I own groups a round, and J of the other members on top
+merging    every second round each member also merges its adapter with one other, so that they divide the training
 oracle     one trainer that samples the groups of all members from its one policy each round, as a data centre would
 """
 
@@ -14,6 +15,7 @@ from swarm.errors import ConfigError
 Settings = Mapping[str, Mapping[str, Any]]
 """{section: {setting: value}}"""
 
+SILO, ORACLE = "silo", "oracle"
 ALL = "all"
 """As `swarm_groups`: all that the others sample in a round."""
 
@@ -50,11 +52,15 @@ class SharingArm:
     """Over those of a node as it comes."""
     kinds: tuple[MemberKind, ...] = ()
     """Empty where all members are alike."""
+    tuned_as: str = ""
+    """The arm whose learning rate it takes; empty for one of its own."""
+    part_of_rounds: float = 0.6
+    """Of the rounds of silos: what learns faster needs fewer to the target. An arm that does not reach it is said not to."""
 
     @property
     def is_silo(self) -> bool:
         """Whether its members are alike and learn alone: the best of these sets the target."""
-        return not self.swarm_groups and not self.is_oracle and not self.kinds
+        return not (self.swarm_groups or self.is_oracle or self.kinds or "merging" in self.settings)
 
     def members(self, usual: int) -> int:
         return sum(kind.number for kind in self.kinds) or self.num_members or usual
@@ -110,35 +116,45 @@ _SLOW = (MemberKind("usual", 4), MemberKind("slow", 4, interval_rounds=4))
 SHAPED = _training(correction="shaped+opsm")
 READERS_BASELINE: Settings = {"sharing": {"baseline": "reader"}}
 
+MERGING: Settings = {"merging": {"enabled": True, "interval_s": 16.0, "gate_tasks": 0}}
+"""With one partner every second round of eight members, whose turns take a second each. Without the gate, whose answers would
+have to be counted: partners are honest here."""
+
+_SHORT = 0.4
+"""Rounds of arms that train on at least three times as many groups of others as own ones."""
+
 ARMS = {
     arm.name: arm
     for arm in (
-        SharingArm("silo"),
-        SharingArm("silo, 2 groups a step", settings=_training(groups_per_step=2)),
-        SharingArm("silo, 1 group a step", settings=_training(groups_per_step=1)),
-        SharingArm("silo, replay 8", settings=_training(replay_groups=8)),
-        SharingArm("silo, informative tasks", settings={"rollouts": {"task_choice": "thompson"}}),
+        SharingArm(SILO, part_of_rounds=1.0),
+        SharingArm("silo, 2 groups a step", settings=_training(groups_per_step=2), part_of_rounds=1.0),
+        SharingArm("silo, 1 group a step", settings=_training(groups_per_step=1), part_of_rounds=1.0),
+        SharingArm("silo, replay 8", settings=_training(replay_groups=8), part_of_rounds=1.0),
+        SharingArm("silo, informative tasks", settings={"rollouts": {"task_choice": "thompson"}}, part_of_rounds=1.0),
         SharingArm("4/4 as published", 4, settings=PUBLISHED_IN_PLACE),
         SharingArm("8/8", 8),
-        SharingArm("8/24", 24),
-        SharingArm("8/all", ALL),
-        SharingArm("8/all, no correction", ALL, settings=_training(correction="none")),
-        SharingArm("8/all, shaped", ALL, settings=SHAPED),
-        SharingArm("8/all, reader's baseline", ALL, settings=READERS_BASELINE),
-        SharingArm("8/all, both", ALL, settings=overlaid(SHAPED, READERS_BASELINE)),
-        SharingArm("8/all of 2", ALL, num_members=2),
-        SharingArm("8/all of 4", ALL, num_members=4),
-        SharingArm("8/all of 16", ALL, num_members=16),
-        SharingArm("specialists alone", kinds=_SPECIALISTS),
-        SharingArm("specialists, 8/all", ALL, kinds=_SPECIALISTS),
-        SharingArm("one late, 8/all", ALL, kinds=_LATE),
-        SharingArm("six weak, 8/all", ALL, kinds=_AHEAD),
-        SharingArm("four slow, 8/all", ALL, kinds=_SLOW),
-        SharingArm("oracle", is_oracle=True),
+        SharingArm("8/24", 24, part_of_rounds=_SHORT),
+        SharingArm("8/all", ALL, part_of_rounds=_SHORT),
+        SharingArm("8/all, no correction", ALL, settings=_training(correction="none"), part_of_rounds=_SHORT),
+        SharingArm("8/all, shaped", ALL, settings=SHAPED, part_of_rounds=_SHORT),
+        SharingArm("8/all, reader's baseline", ALL, settings=READERS_BASELINE, part_of_rounds=_SHORT),
+        SharingArm("8/all, both", ALL, settings=overlaid(SHAPED, READERS_BASELINE), part_of_rounds=_SHORT),
+        SharingArm("merging", settings=MERGING),
+        SharingArm("8/8, merging", 8, settings=MERGING),
+        SharingArm("8/24, merging", 24, settings=MERGING, part_of_rounds=_SHORT),
+        SharingArm("8/all, merging", ALL, settings=MERGING, part_of_rounds=_SHORT),
+        SharingArm("8/all of 2", ALL, num_members=2, tuned_as="8/all"),
+        SharingArm("8/all of 4", ALL, num_members=4, tuned_as="8/all"),
+        SharingArm("8/all of 16", ALL, num_members=16, tuned_as="8/all", part_of_rounds=0.3),
+        SharingArm("specialists alone", kinds=_SPECIALISTS, tuned_as=SILO, part_of_rounds=1.0),
+        SharingArm("specialists, 8/all", ALL, kinds=_SPECIALISTS, tuned_as="8/all"),
+        SharingArm("one late, 8/all", ALL, kinds=_LATE, tuned_as="8/all"),
+        SharingArm("six weak, 8/all", ALL, kinds=_AHEAD, tuned_as="8/all"),
+        SharingArm("four slow, 8/all", ALL, kinds=_SLOW, tuned_as="8/all"),
+        SharingArm(ORACLE, is_oracle=True, part_of_rounds=0.3),
     )
 }
 DEFAULT_ARMS = tuple(ARMS)
-SILO, ORACLE = "silo", "oracle"
 
 
 def chosen_arms(text: str) -> tuple[SharingArm, ...]:

@@ -51,6 +51,7 @@ def run(settings: Mapping[str, Any]) -> Result:
                 "kind": kind.name,
                 "held_out": [row[place] for row in held_out],
                 "tokens": [row.tokens_sampled[place] / paid_by for row in rows],
+                "tokens_trained": [round(row.tokens_trained[place] / paid_by, 1) for row in rows],
                 "processor_s": [round(row.processor_s[place] / paid_by, 3) for row in rows],
             }
             for place, kind in enumerate(kinds)

@@ -2,7 +2,8 @@
 
     arms × learning rates × one seed ─▶ the best rate of each arm ─▶ arms × reported seeds ─▶ figures
 
-The learning rate of every arm, silos included, is chosen on a seed that is not reported.
+The learning rate of every arm, silos included, is chosen on a seed that is not reported. Arms that differ from another one in
+their members alone take the rate of that one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from statistics import fmean
 from typing import Literal
 
 from swarm.experiments.cells import Cell, Result
-from swarm.experiments.sharing.arms import SharingArm
+from swarm.experiments.sharing.arms import ARMS, SharingArm
 
 Regime = Literal["short", "reasoning"]
 TUNING_SEED = 1000
@@ -38,15 +39,15 @@ class SharingPlan:
     def tuning_cells(self) -> list[Cell]:
         """Empty where there is only one learning rate."""
         factors = self.lr_factors if len(self.lr_factors) > 1 else ()
-        return [self.cell(arm, TUNING_SEED, factor) for arm in self.arms for factor in factors]
+        named = dict.fromkeys(arm.tuned_as or arm.name for arm in self.arms)
+        return [self.cell(ARMS[name], TUNING_SEED, factor) for name in named for factor in factors]
 
     def reported_cells(self, tuned: Mapping[str, float]) -> list[Cell]:
         """Seed after seed, so that an experiment cut short has whole seeds. `tuned`: {arm: factor}."""
         return [self.cell(arm, seed, tuned[arm.name]) for seed in self.seeds for arm in self.arms]
 
     def rounds_of(self, arm: SharingArm) -> int:
-        """Arms that learn faster need fewer rounds to the target. An arm that does not reach it in these is said not to."""
-        return self.num_rounds if arm.is_silo else max(2, round(self.num_rounds * (0.4 if arm.is_oracle else 0.6)))
+        return max(2, round(self.num_rounds * arm.part_of_rounds))
 
     def cell(self, arm: SharingArm, seed: int, lr_factor: float) -> Cell:
         settings = {
@@ -73,7 +74,7 @@ def tuned_factors(plan: SharingPlan, results: Sequence[Result]) -> dict[str, flo
         return {arm.name: plan.lr_factors[0] for arm in plan.arms}
     found: dict[str, float] = {}
     for arm in plan.arms:
-        runs = [result for result in results if result["arm"] == arm.name]
+        runs = [result for result in results if result["arm"] == (arm.tuned_as or arm.name)]
         found[arm.name] = max(runs, key=mean_held_out)["lr_factor"] if runs else 1.0
     return found
 
