@@ -130,8 +130,9 @@ class TaskSourceFacts(Section):
     def _columns_belong_to_data_sets(self) -> "TaskSourceFacts":
         given = self.data_set
         if given and self.kind != "dataset":
+            kind = f"kind {self.kind}" if "kind" in self.model_fields_set else f"no kind, which means {self.kind}"
             raise ValueError(
-                f'{min(given)} belongs to dataset sources, got kind {self.kind}; set kind = "dataset" for source '
+                f'{min(given)} belongs to dataset sources, got {kind}; set kind = "dataset" for source '
                 f"{self.name!r}, or remove {min(given)}"
             )
         if self.revision and not self.hub:

@@ -18,13 +18,14 @@ from typing import Any
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config
 from swarm.engine.canary import Canary
-from swarm.errors import CheckpointError
+from swarm.errors import CheckpointError, TaskError
 from swarm.limits.weighted_sample import round_seed
 from swarm.merging.policy_merging import MergePorts, PolicyMerging
 from swarm.node.batch_builder import BatchBuilder
 from swarm.node.policy_backend import PolicyBackend
 from swarm.node.round_metrics import MetricsRow, RoundTimer, count_batch, pruning_row, rollout_row
 from swarm.node.run_state import check_run_state
+from swarm.observability.plain_text import counted
 from swarm.observability.tracing import traced
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.rollouts.rollout_round import RolloutRound
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 Publish = Callable[[Sequence[RolloutGroup]], None]
 _ROUND_FACTS = ("round", "policy_version", "rollout/reward_mean", "train/own_groups", "train/swarm_groups")
+
+
+_MAX_UNSCORED_ROUNDS = 3
 
 
 def publish_nothing(groups: Sequence[RolloutGroup]) -> None:
@@ -155,6 +159,9 @@ class Learner:
         # metrics
         self._health = HealthWatch()
         self._totals: Counter[str] = Counter()
+        self._has_scored = False
+        self._num_unscored_rounds = 0
+        """Since the last one of which something was scored."""
         self.round = 0
         """Rounds completed over the whole run."""
 
@@ -164,6 +171,7 @@ class Learner:
         timer = RoundTimer()
         self._cursor.follow(self._peer_id, self._ports.beacon())
         rollouts = self._rollouts.run(self._seed("rollouts", self.round))
+        self._check_scored(rollouts)
         timer.rolled_out()
         self._publish(rollouts)
         self._learn_what_to_expect(rollouts)
@@ -176,6 +184,19 @@ class Learner:
             self._canary.check()
         self.round += 1
         return self._metrics(rollouts, batch, report, timer)
+
+    def _check_scored(self, rollouts: RolloutBatch) -> None:
+        """Raise TaskError where nothing can be scored: in the first rounds of a process at once, later after a few rounds."""
+        if rollouts.groups:
+            self._has_scored, self._num_unscored_rounds = True, 0
+        elif rollouts.failures:
+            self._num_unscored_rounds += 1
+            if not self._has_scored or self._num_unscored_rounds >= _MAX_UNSCORED_ROUNDS:
+                sources = ", ".join(sorted(rollouts.failures))
+                raise TaskError(
+                    f"the answers to some task of a round must be scored, got failures alone, of {sources}; the warnings "
+                    "above say why: fix the reward function, verifier or environment, and start again"
+                )
 
     def _publish(self, rollouts: RolloutBatch) -> None:
         """Hand the groups to the network loop, where they become signed records, and to whoever watches."""
@@ -240,12 +261,13 @@ class Learner:
         if config.temperature:
             tasks = repeated(tasks, config.tasks_per_source)
         logger.info(
-            "evaluating %d held-out tasks, %d of a source at most (evaluation.tasks_per_source), with %d answers of up to %d "
-            "tokens", num_tasks, config.tasks_per_source, len(tasks), self._config.rollouts.max_new_tokens,
+            "evaluating %s to %s, at most %d of a source (evaluation.tasks_per_source)",
+            counted(len(tasks), "answer"), counted(num_tasks, "held-out task"), config.tasks_per_source,
         )  # fmt: skip
         scores = self._worker.evaluate(tasks, temperature=config.temperature, seed=self._seed("evaluation"))
         accuracy = {source: sum(values) / len(values) for source, values in sorted(scores.items()) if values}
         mean = sum(accuracy.values()) / len(accuracy) if accuracy else 0.0
+        logger.info("held-out reward %.3f, mean of %s", mean, counted(len(accuracy), "source"))
         row = {"kind": "evaluation", "phase": phase, "accuracy_mean": mean, "accuracy": accuracy}
         return {**row, **self._position()}
 

@@ -219,6 +219,7 @@ class NodeReport:
         self._last_round_at = 0.0
         self._num_peers = 0
         self._said_at = -math.inf
+        self._said_round = 0
 
     async def start(self) -> None:
         """Raises ConfigError where the address of /metrics cannot be bound."""
@@ -268,6 +269,8 @@ class NodeReport:
             self._say(row)
             if self._page is not None:
                 self._page.show_row(row)
+        elif row["kind"] == "end":
+            self._say(self._last_row, is_last=True)
         elif row["kind"] == "final_merge":
             self._final_merge = row
         self._log.write({"time_s": time.time(), **row})
@@ -307,16 +310,18 @@ class NodeReport:
         free_bytes = shutil.disk_usage(self._folder.path).free
         return {**facts, "advice": self._adviser.look(self._num_peers, num_admitted, rejected, free_bytes)}
 
-    def _say(self, row: MetricsRow) -> None:
-        """Log the progress on the terminal, at most every few seconds."""
-        if time.monotonic() - self._said_at < _SAY_INTERVAL_S:
+    def _say(self, row: MetricsRow, *, is_last: bool = False) -> None:
+        """Log the progress on the terminal, at most every few seconds; the last round in any case, and each round once."""
+        number = row.get("round", 0)
+        if number == self._said_round or not (is_last or time.monotonic() - self._said_at >= _SAY_INTERVAL_S):
             return
-        self._said_at = time.monotonic()
+        self._said_at, self._said_round = time.monotonic(), number
         logger.info(
-            "round %d: reward %.3f, trained on %d own + %d swarm groups, %.0f tokens/s, %s%s",
+            "round %d: reward %.3f, trained on %d own + %d swarm groups, %.0f tokens/s, %s%s%s",
             row["round"], row["rollout/reward_mean"], row["train/own_groups"], row["train/swarm_groups"],
             row["rollout/tokens_per_s"], counted(self._num_peers, "peer"),
             f", {row['merge/merges_total']} merges" if "merge/merges_total" in row else "",
+            f", {counted(row['rollout/failed_tasks'], 'task')} failed" if row["rollout/failed_tasks"] else "",
         )  # fmt: skip
 
     def _health(self) -> dict[str, Any]:

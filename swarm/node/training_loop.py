@@ -26,6 +26,7 @@ _LIMIT_ROUNDS = 20
 _FIRST_LIMIT_S = 1800.0
 """For work whose duration is not known yet: the first round, and evaluations."""
 _CHECKPOINT_LIMIT_S = 300.0
+_SETTINGS = {"max_rounds": "node.max_rounds", "final_at": "merging.final_at"}
 _BETWEEN_ROUNDS = "nothing: between two rounds, or paused"
 
 
@@ -77,6 +78,10 @@ class TrainingRun:
         if done and not self._controls.has_ended:
             self._evaluate("end")
         self._report.record({"kind": "end", "reason": done or "interrupted", "round": learner.round})
+        logger.info(
+            "%s after round %d, which is saved; what it has learned: swarm report %s",
+            f"ended as {_SETTINGS[done]} says," if done else "stopped", learner.round, self._folder.path,
+        )  # fmt: skip
         self._report.phase = "ended"
         self._begin("nothing", None)
 

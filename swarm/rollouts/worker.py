@@ -126,6 +126,8 @@ class RolloutWorker:
         self._author = author
         self._pruning = pruning
         self._sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
+        self._num_failures = Counter[str]()
+        """Tasks whose verifier failed, by source, since the process began."""
         if config.group_size < 4:
             logger.warning("rollouts.group_size is %d; below 4 the advantage is noisy", config.group_size)
 
@@ -196,7 +198,7 @@ class RolloutWorker:
                 try:
                     (rollout,) = self._rollouts(_Answered(task, completions, self._policy.version, request), runner)
                 except TaskFailure as failure:
-                    logger.debug("left a task of %s out of the evaluation: %s", task.ref.source, failure)
+                    self._tell(task.ref.source, failure)
                     continue
                 rewards.setdefault(task.ref.source, []).append(rollout.reward)
         return rewards
@@ -238,7 +240,7 @@ class RolloutWorker:
                 rollouts = self._rollouts(one, runner)
             except TaskFailure as failure:
                 failures[source] += 1
-                logger.debug("dropped a group of %s: %s", source, failure)
+                self._tell(source, failure)
                 continue
             groups.append(self._group(one, rollouts))
             likelihoods += [
@@ -246,6 +248,16 @@ class RolloutWorker:
                 for rollout, completion in zip(rollouts, one.completions, strict=True)
             ]
         return RolloutBatch(list(tasks), groups, dict(failures), dict(too_long), likelihoods, num_tokens)
+
+    def _tell(self, source: str, failure: TaskFailure) -> None:
+        """Count a task whose answers could not be scored, and log the 1st, 10th, 100th, … of a source."""
+        self._num_failures[source] += 1
+        count = self._num_failures[source]
+        is_round = count == 10 ** (len(str(count)) - 1)
+        logger.log(
+            logging.WARNING if is_round else logging.DEBUG,
+            "left out a task whose answers could not be scored, number %d of source %s: %s", count, source, failure,
+        )  # fmt: skip
 
     def _request(self, prompt: Sequence[int], num_answers: int, begun: tuple[Completion, ...] = ()) -> AnswerRequest:
         return AnswerRequest(prompt, num_answers, self._config.max_new_tokens, begun)

@@ -62,7 +62,10 @@ class HeldOut:
         """
         if count not in self._found:
             if self._share and count and self._has_one_prompt:
-                logger.info("all tasks of source %s have one prompt: it is evaluated by that, too", self._source.name)
+                logger.info(
+                    "source %s has one prompt for all tasks, so evaluation uses it, too; tasks differ in what follows",
+                    self._source.name,
+                )
             self._found[count] = tuple(self._search(count) if self._is_searched else self._first(count))
         return self._found[count]
 

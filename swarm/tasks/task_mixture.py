@@ -63,12 +63,13 @@ class TaskMixture:
                 self.weights[section.source_name] = section.weight
             except TaskError as error:
                 self.broken[section.source_name] = str(error)
-                logger.warning("task source %s is left out: %s", section.source_name, error)
         self._held_out = {
             name: HeldOut(source, config.held_out_share, self._leave_out) for name, source in self.sources.items()
         }
         if not self.sources:
             raise TaskError(NONE_WORKS + "; ".join(self.broken.values()))
+        for name, reason in self.broken.items():
+            logger.warning("task source %s is left out: %s", name, reason)
 
     def close(self) -> None:
         """End the processes that build tasks, where there are any. Tasks that are asked for later fail."""

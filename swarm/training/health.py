@@ -19,7 +19,7 @@ _RECENT_ROWS = 8
 _SPIKE_ROWS = 5
 _COLUMNS = (
     "rollout/reward_mean", "train/entropy", "train/ess_fraction", "train/kl", "train/grad_norm",
-    "train/clip_fraction", "train/skip_reason",
+    "train/clip_fraction", "train/skip_reason", "rollout/groups", "rollout/failed_tasks",
 )  # fmt: skip
 
 _REWARD_AT_START = "reward at the start"
@@ -155,11 +155,24 @@ def steps_not_applied(rows: Rows) -> str:
     )
 
 
+def failing_tasks(rows: Rows) -> str:
+    """A tenth of the tasks of the newest rows, and more than one, could not be scored."""
+    recent = list(rows)[-_RECENT_ROWS:]
+    failed, scored = (sum(row[name] or 0 for row in recent) for name in ("rollout/failed_tasks", "rollout/groups"))
+    if failed < 2 or failed < 0.1 * (failed + scored):
+        return ""
+    return (
+        f"{failed} of {failed + scored} tasks of the last {len(recent)} rounds could not be scored, so their answers are lost: a "
+        "reward function, verifier or environment fails, and the log has the reason of the first; correct it, or remove "
+        "its source from tasks.sources"
+    )
+
+
 CHECKS: dict[str, Callable[[Rows], str]] = {
     check.__name__: check
     for check in (
         entropy_collapse, few_effective_answers, kl_runaway, grad_norm_spike, reward_falling, many_clipped,
-        steps_not_applied,
+        steps_not_applied, failing_tasks,
     )
 }  # fmt: skip
 """Each check returns the warning's text, or an empty one."""

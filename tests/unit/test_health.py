@@ -50,6 +50,7 @@ SICK: dict[str, dict[str, Any]] = {
     "grad_norm_spike": {"train/grad_norm": 4.0},
     "reward_falling": {"rollout/reward_mean": 0.3},
     "many_clipped": {"train/clip_fraction": 0.5},
+    "failing_tasks": {"rollout/failed_tasks": 2, "rollout/groups": 6},
     "steps_not_applied": {"train/skip_reason": "loss or gradient is not finite"},
 }
 
@@ -68,8 +69,14 @@ def test_each_sickness_is_told_once_with_a_setting_to_change(name: str, caplog: 
     (message,) = told(caplog)
     text = next(row for row in found if row)[0]
     assert message.startswith("round 2") and message.endswith(text)
-    assert "training." in text and ":" in text
+    assert ("training." in text or "tasks." in text) and ":" in text
     assert json.loads(json.dumps(watch.state())) == watch.state()
+
+
+def test_one_task_that_fails_now_and_then_is_no_sickness():
+    watch = HealthWatch()
+    for i in range(20):
+        assert watch.observe({**HEALTHY, "round": i, "rollout/groups": 8, "rollout/failed_tasks": int(i == 9)}) == []
 
 
 def test_half_of_the_tokens_is_enough():

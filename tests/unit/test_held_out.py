@@ -140,7 +140,7 @@ def test_tasks_with_one_prompt_are_trained_on_and_evaluated_by_their_streams(cap
     caplog.set_level("INFO")
     mixture = mixture_of(GAME, held_out_share=0.25)
     assert len(mixture.held_out(12)) == 12
-    assert "all tasks of source guess_number have one prompt" in caplog.text
+    assert "source guess_number has one prompt for all tasks" in caplog.text
     assert not any(mixture.is_held_out(task) for task in mixture.held_out(12))
     assert len(TaskCursor(mixture, 99, random.Random(0)).draw(20)) == 20
 

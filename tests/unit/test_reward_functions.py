@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 import tomllib
+from collections.abc import Callable
 from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,10 @@ from swarm.errors import ConfigError, ManifestError, TaskError
 from swarm.manifest import manifest as manifests
 from swarm.manifest.joining import compose, file_sha256, published_task
 from swarm.manifest.manifest import Manifest
+from swarm.node.learner import Learner, SwarmPorts
+from swarm.node.policy_backend import local_backend
+from swarm.policy.policy import Policy
+from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
 from swarm.tasks import signalled_source
 from swarm.tasks.task_mixture import TaskMixture
@@ -25,6 +31,7 @@ from swarm.types import Lineage, Rollout, RolloutGroup, Task
 from tests.e2e.test_tutorials import files
 from tests.swarm_process import swarm
 
+MakePolicy = Callable[..., Policy]
 FOUNDER = Identity(b"f" * 32)
 SCORE = """
     def score(task, answer, bonus=0.0):
@@ -71,6 +78,38 @@ def test_functions_have_weights_beside_other_signals(tmp_path: Path) -> None:
     assert (score.reward, dict(score.signals)) == (0.25, {"score": 0.0, "correct": 1.0})
 
 
+FAILS_ON_MOST = """
+    def score(task, answer):
+        if answer in (task.answer, "0", "no such answer"):
+            return 1.0
+        return task.facts["nope"]
+"""
+
+
+def test_a_reward_that_fails_with_every_answer_ends_the_node_and_says_where(
+    tmp_path: Path, make_policy: MakePolicy, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = parse({"rollouts": {"groups_per_round": 3, "group_size": 4, "max_new_tokens": 3}})
+    mixture = mixture_of(tmp_path, FAILS_ON_MOST, held_out_share=0)
+    pool = ExperiencePool(":memory:", config.sharing, time.time)
+    backend = local_backend(config, make_policy(), "me")
+    learner = Learner(config, backend, mixture=mixture, pool=pool, peer_id="me", ports=SwarmPorts())
+    with pytest.raises(TaskError, match="got failures alone, of mine"):
+        learner.run_round()
+    told = [record.message for record in caplog.records if "could not be scored" in record.message]
+    assert len(told) == 1 and "number 1 of source mine: mine: reward function score: mine.py:5: KeyError" in told[0]
+    learner._has_scored = True  # as after a round that went well
+    learner._num_unscored_rounds = 0
+    for _ in range(2):
+        assert learner.run_round()["rollout/failed_tasks"] == 3
+    with pytest.raises(TaskError, match="got failures alone"):
+        learner.run_round()
+    told = [
+        one.message for one in caplog.records if "could not be scored," in one.message and one.levelname == "WARNING"
+    ]
+    assert len(told) == 2 and "number 10 of source mine" in told[1]
+
+
 @pytest.mark.parametrize(
     ("returned", "weights", "reward"),
     [
@@ -99,15 +138,26 @@ def test_a_dict_gives_signals_by_name(tmp_path: Path, returned: str, weights: di
         ("def score(task, answer): return {'a b': 1}", {}, "letters, digits and _, got 'a b'"),
         ("def score(task, answer): return {'a': 1.5}", {}, "gave 1.5"),
         ("def score(task, answer): return {str(n): 1 for n in range(9)}", {}, "1 to 8 names"),
-        ("def score(task, answer):\n    x = 1\n    return wrong(x)", {}, "line 3: NameError: name 'wrong'"),
+        ("def score(task, answer):\n    x = 1\n    return wrong(x)", {}, "mine.py:3: NameError: name 'wrong'"),
         ("def score(task, answer): task.answer = '7'", {}, "FrozenInstanceError"),
         ("def score(task, answer): task.facts['level'] = 7", {}, "TypeError"),
+        ("def score(task, answer): return task.facts['hint']", {}, "hint: facts of this task are level.*columns"),
+        (
+            "def score(task, answer): return 1 if answer == task.answer else 1 / 0",
+            {},
+            "ZeroDivisionError.*'no such answer'.*; fix it$",
+        ),
+        (
+            "def score(task, answer): return {'a': 1} if answer == task.answer else {'b': 0}",
+            {},
+            "gave b, and a for the right",
+        ),
         ("def score(task): return 1", {}, r"must take \(task, answer\), got \(task\)"),
         ("def score(task, answer): return 1", {"parameters": {"x": 1}}, r"must take \(task, answer, x\)"),
         ("def other(task, answer): return 1", {}, "there is no function score in"),
         ("score = 5", {}, "score is no function"),
         ("def score(task, answer) return 1", {}, r"SyntaxError: .*line 1"),
-        ("import nothing_of_this_name", {}, "line 1: ModuleNotFoundError.*imports installed packages only"),
+        ("import nothing_of_this_name", {}, ":1: ModuleNotFoundError.*imports installed packages only"),
         ("import sys\nsys.exit(3)", {}, "SystemExit: 3"),
         ("def score(task, answer): return {'a': 1}", {"weights": {"b": 1}}, "must be of a, .*got b"),
         ("def score(task, answer): return 1.0", {"weights": {"b": 1}}, "must be of score, .*got b"),

@@ -36,6 +36,14 @@ class RewardTask:
     """Further fields of the task, such as the other keys of a line."""
 
 
+class Facts(dict[str, Any]):
+    """`RewardTask.facts`, which says what there is where a name is missing."""
+
+    def __missing__(self, name: str) -> Any:
+        known = ", ".join(sorted(self)) or "none"
+        raise KeyError(f"{name}: facts of this task are {known}; the source's `columns` say which columns become facts")
+
+
 def start(opening: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
     """Load the function. Raises ValueError for refused parameters, and whatever its module raises."""
     target, file, parameters = opening["target"], opening["file"], opening["parameters"]
@@ -56,7 +64,7 @@ def start(opening: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
         try:
             if not takes_task:
                 return {"value": float(function(prompt, expected, text, **parameters))}
-            return _values(function(RewardTask(prompt, expected, MappingProxyType(facts)), text, **parameters))
+            return _values(function(RewardTask(prompt, expected, MappingProxyType(Facts(facts))), text, **parameters))
         except MemoryError as error:
             return {"error": _message(error, file), "is_spent": True}
         except (Exception, SystemExit) as error:  # reward functions meet hostile text
@@ -119,7 +127,7 @@ def _number(value: Any) -> float:
 def _message(error: BaseException, file: str) -> str:
     """The error for a person, with the last line of the file that led to it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]
-    where = f"line {lines[-1]}: " if lines else ""
+    where = f"{file.rpartition('/')[2]}:{lines[-1]}: " if lines else ""
     is_missing = isinstance(error, ModuleNotFoundError) and bool(file)
     hint = "; a reward file stands alone and imports installed packages only" if is_missing else ""
     return f"{where}{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS] + hint

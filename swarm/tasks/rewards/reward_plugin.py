@@ -132,6 +132,13 @@ def _named_by_operator(signal: RewardSignalSection, function: RewardFunction, ta
     return function.sha256 if signal.is_of_file and tasks.sandboxed else signal.reference or signal.name
 
 
+_WRONG_ANSWERS = ("0", "no such answer")
+"""What a policy may write in place of a right answer."""
+_SIGNS_OF_SANDBOX = (
+    "PermissionError", "FileNotFoundError", "OSError", "ConnectionError", "gaierror", "TimeoutError", "URLError", "sandbox",
+)  # fmt: skip
+
+
 class RewardPlugin:
     """One reward function with its parameters. Calls from several threads are answered one after the other."""
 
@@ -169,21 +176,32 @@ class RewardPlugin:
         except LineProcessError as error:
             raise TaskError(
                 f"reward function {signal.reference or signal.name} of {function.origin} must be loadable in a sandbox, got "
-                f"{error}; fix or remove it, or {self._way_out}"
+                f"{error}; {self._advice(str(error))}"
             ) from None
 
     def try_out(self, task: Task, right: str) -> None:
-        """Call the function with a right answer, to learn which signals it gives. Raises TaskError where it fails."""
-        try:
-            given = self._ask([task.prompt, right, dict(task.facts), right])
-            if outside := [value for value in given.values() if not 0 <= value <= 1]:  # nan, too
-                raise self._failure(f"gave {outside[0]}")
-        except TaskFailure as failure:
-            raise TaskError(
-                f"a reward function must give a number in [0, 1] or a dict of such numbers, got {failure} for the expected "
-                f"answer {right[:80]!r} to {task.prompt[:80]!r}; fix it, or {self._way_out}"
-            ) from None
-        self.shares = self._shares_of(given)
+        """Call the function with a right answer, to learn which signals it gives, and with wrong ones, which it must bear.
+
+        Raises TaskError where it fails.
+        """
+        for place, answer in enumerate((right, *_WRONG_ANSWERS)):
+            try:
+                given = self._ask([task.prompt, right, dict(task.facts), answer])
+                if outside := [value for value in given.values() if not 0 <= value <= 1]:  # nan, too
+                    raise self._failure(f"gave {outside[0]}")
+                if place and given.keys() != self.shares.keys():
+                    raise self._failure(f"gave {', '.join(given)}, and {', '.join(self.shares)} for the right answer")
+            except TaskFailure as failure:
+                raise TaskError(
+                    f"a reward function must give a number in [0, 1] or a dict of such numbers, got {failure}, with the "
+                    f"answer {answer[:80]!r} to {task.prompt[:80]!r}; {self._advice(str(failure))}"
+                ) from None
+            if not place:
+                self.shares = self._shares_of(given)
+
+    def _advice(self, failure: str) -> str:
+        """What to do about a failure; whether it can come from the sandbox shows in its text."""
+        return f"fix it, or {self._way_out}" if any(sign in failure for sign in _SIGNS_OF_SANDBOX) else "fix it"
 
     def __call__(self, task: Task, expected: Callable[[], str], answer: str | None) -> dict[str, float]:
         """The signals that the function gives, in any range; 0 where the text has no final answer (None).
