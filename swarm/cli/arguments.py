@@ -95,9 +95,24 @@ def take_first(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
+_MAX_HINTS = 4
+
+
 def _unknown_option(argument: str, known_options: Sequence[str]) -> str:
+    """For a person, with the option or the setting that the name comes next to."""
+    from swarm.config import Config
+
+    settings = {
+        f"--{section}.{key}"
+        for section, field in Config.model_fields.items()
+        for key in getattr(field.annotation, "model_fields", {})
+    }
+    name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
     close = difflib.get_close_matches(argument, [*known_options, "--help"], n=1)
-    hint = f"did you mean {close[0]}?" if close else "see --help; settings are written --section.key VALUE"
+    close = close or sorted(setting for setting in settings if setting.endswith(f".{name}"))
+    close = close or sorted(setting for setting in settings if name and setting.endswith(f"_{name}"))
+    named = " or ".join(close[:_MAX_HINTS])
+    hint = f"did you mean {named}?" if close else "see --help; settings are written --section.key VALUE"
     return f"unknown option {argument}; {hint}"
 
 

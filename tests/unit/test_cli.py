@@ -37,6 +37,7 @@ def test_version_and_help() -> None:
         (["frob"], 2, "No such command"),
         (["run", "--trainin.lr", "1"], 3, "did you mean training?"),
         (["run", "--frsh"], 3, "did you mean --fresh?"),
+        (["run", "--max_rounds", "1"], 3, "did you mean --node.max_rounds?"),
         (["run", "--training.lr"], 3, "needs a value"),
         (["run", "nowhere.toml"], 3, "nowhere.toml"),
         (["run", "--policy.base", "/no/such/model", *SILO], 5, "/no/such"),
