@@ -205,6 +205,28 @@ class ExperiencePool:
         drawn = [_decode(*fields) for fields in stored if fields is not None]
         return [group for group in drawn if group is not None]
 
+    def look(self, tokenizer: str, count: int, rng: random.Random, weigh: Weigh) -> list[RolloutGroup]:
+        """Up to `count` fresh groups of this tokenizer, in the order of draws by `weigh`, at most one of each author.
+
+        Groups of weight 0 are left out, and offering many gains an author nothing. It does not count as a use.
+        """
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT id, author, policy, source, mean_reward, created_at FROM aged "
+                "WHERE uses < :max_uses AND created_at > :oldest AND behind <= :max_staleness AND tokenizer = :tokenizer "
+                "ORDER BY id",
+                {**self._bounds(), "tokenizer": tokenizer},
+            ).fetchall()
+        weighed = [(row[0], group) for row in rows if weigh(group := PooledGroup(*row[1:])) > 0]
+        order = weighted_order(_by_author_tickets([group for _, group in weighed], weigh), rng)
+        first: dict[str, int] = {}
+        for index in order:
+            first.setdefault(weighed[index][1].author, weighed[index][0])
+        with self._lock:
+            stored = [self._stored(group_id) for group_id in list(first.values())[:count]]
+        found = [_decode(*fields) for fields in stored if fields is not None]
+        return [group for group in found if group is not None]
+
     def next_number(self, name: str) -> int:
         """Count up the counter `name`, which never gives a number twice, not even after a restart."""
         with self._lock, self._db:
