@@ -166,10 +166,13 @@ class Config(Section):
     @model_validator(mode="after")
     def _crew_samples_plainly(self) -> "Config":
         rollouts = self.rollouts
-        if self.policy.pipeline.is_on and (rollouts.prune or rollouts.over_provision > 1 or rollouts.engine != "auto"):
+        is_plain = (
+            not rollouts.prune and rollouts.over_provision == 1 and not rollouts.hints and rollouts.engine == "auto"
+        )
+        if self.policy.pipeline.is_on and not is_plain:
             raise ValueError(
-                "a pipelined policy goes without rollouts.prune, rollouts.over_provision and another rollouts.engine; set "
-                "them to false, 1 and auto"
+                "a pipelined policy goes without rollouts.prune, rollouts.over_provision, rollouts.hints and another "
+                "rollouts.engine; set them to false, 1, 0 and auto"
             )
         if self.policy.pipeline.is_on and self.merging.final_export:
             raise ValueError(

@@ -94,8 +94,8 @@ class BatchBuilder:
     def right_answers(self, rng: random.Random) -> Iterator[RightAnswer]:
         """Right answers of others to tasks of one turn, of sources where own answers seldom are right, for hints.
 
-        One of an author at most, and none below the likelihood floor. The harder a source is here, the sooner it comes. The
-        groups are not used up by this: they may be drawn for a batch as well.
+        None is below the likelihood floor. The harder a source is here, the sooner its groups come. They are not used up by this:
+        they may be drawn for a batch as well.
         """
         count = _LOOKS_PER_HINT * self._config.rollouts.hints
         for group in self._pool.look(self._converter.tokenizer, count, rng, self._hint_weight):
@@ -103,7 +103,7 @@ class BatchBuilder:
             answer = rng.choice(right) if right else None
             task = self._task_of_one_turn(group.task) if answer else None
             if answer and task and self._converter.may_be_hint(task.prompt, answer, task.context):
-                yield RightAnswer(task, answer)
+                yield RightAnswer(task, answer, group.author)
 
     def hinted_groups(self, hinted: RolloutBatch) -> list[TrainingGroup]:
         """The groups that begin with a hint and have signal, ready for training."""

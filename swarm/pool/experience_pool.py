@@ -206,9 +206,9 @@ class ExperiencePool:
         return [group for group in drawn if group is not None]
 
     def look(self, tokenizer: str, count: int, rng: random.Random, weigh: Weigh) -> list[RolloutGroup]:
-        """Up to `count` fresh groups of this tokenizer, in the order of draws by `weigh`, at most one of each author.
+        """Up to `count` fresh groups of this tokenizer, in the order of draws by `weigh`. It does not count as a use.
 
-        Groups of weight 0 are left out, and offering many gains an author nothing. It does not count as a use.
+        Groups of weight 0 are left out. The groups of one author share one ticket, as in `draw`.
         """
         with self._lock:
             rows = self._db.execute(
@@ -219,11 +219,8 @@ class ExperiencePool:
             ).fetchall()
         weighed = [(row[0], group) for row in rows if weigh(group := PooledGroup(*row[1:])) > 0]
         order = weighted_order(_by_author_tickets([group for _, group in weighed], weigh), rng)
-        first: dict[str, int] = {}
-        for index in order:
-            first.setdefault(weighed[index][1].author, weighed[index][0])
         with self._lock:
-            stored = [self._stored(group_id) for group_id in list(first.values())[:count]]
+            stored = [self._stored(weighed[index][0]) for index in order[:count]]
         found = [_decode(*fields) for fields in stored if fields is not None]
         return [group for group in found if group is not None]
 

@@ -36,6 +36,7 @@ class RightAnswer:
 
     task: Task
     rollout: Rollout
+    author: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +67,15 @@ class HintChooser:
         self._success_rate = success_rate
 
     def choose(self, answers: Iterable[RightAnswer], rng: random.Random) -> list[Hint]:
-        """The hints of a round: at most `config.hints`, of the first answers that give one."""
-        hints: list[Hint] = []
-        if self._config.hints:
-            for answer in answers:
-                hint = self._hint(answer, rng.random())
-                hints += [hint] if hint is not None else []
-                if len(hints) == self._config.hints:
-                    break
-        return hints
+        """The hints of a round: at most `config.hints`, and one of an author, of the first answers that give one."""
+        hints: dict[str, Hint] = {}  # by author
+        for answer in answers if self._config.hints else ():
+            hint = self._hint(answer, rng.random()) if answer.author not in hints else None
+            if hint is not None:
+                hints[answer.author] = hint
+            if len(hints) == self._config.hints:
+                break
+        return list(hints.values())
 
     def _hint(self, answer: RightAnswer, draw: float) -> Hint | None:
         """The hint; None where no part of the answer is one."""
