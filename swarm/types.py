@@ -186,6 +186,9 @@ class Rollout:
     """The reward of each turn, the last one's included; empty for one answer. Never sent, recomputed as the reward is."""
     states: tuple[str, ...] = ()
     """What identifies the environment's situation before each answer; as `turn_rewards`."""
+    num_given: int = 0
+    """Number of tokens at the beginning that are a peer's, where the answer continues a hint; their log-probs are 0. Such an
+    answer is never sent."""
 
     @property
     def num_chars(self) -> int:
@@ -199,8 +202,8 @@ class Rollout:
 
     @property
     def written(self) -> tuple[bool, ...]:
-        """[T] whether the policy wrote the token; those of replies are not trained on."""
-        written = [True] * len(self.token_ids)
+        """[T] whether the policy wrote the token; those of hints and of replies are not trained on."""
+        written = [False] * self.num_given + [True] * (len(self.token_ids) - self.num_given)
         for turn in self.turns:
             written[turn.start : turn.stop] = [False] * (turn.stop - turn.start)
         return tuple(written)

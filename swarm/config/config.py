@@ -129,6 +129,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _hints_come_from_somewhere(self) -> "Config":
+        if self.rollouts.hints and not self.sharing.swarm_groups:
+            raise ValueError(
+                f"rollouts.hints must be 0 with sharing.swarm_groups = 0, got {self.rollouts.hints}: a node that reads no groups "
+                "of others has no hints; set rollouts.hints = 0, or sharing.swarm_groups above 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _groups_are_taken_by_others(self) -> "Config":
         largest, limit = self.rollouts.largest_group, self.sharing.max_group_size
         if self.rollouts.sizes_differ and self.sharing.publish and largest > limit:
@@ -157,10 +166,13 @@ class Config(Section):
     @model_validator(mode="after")
     def _crew_samples_plainly(self) -> "Config":
         rollouts = self.rollouts
-        if self.policy.pipeline.is_on and (rollouts.prune or rollouts.over_provision > 1 or rollouts.engine != "auto"):
+        is_plain = (
+            not rollouts.prune and rollouts.over_provision == 1 and not rollouts.hints and rollouts.engine == "auto"
+        )
+        if self.policy.pipeline.is_on and not is_plain:
             raise ValueError(
-                "a pipelined policy goes without rollouts.prune, rollouts.over_provision and another rollouts.engine; set "
-                "them to false, 1 and auto"
+                "a pipelined policy goes without rollouts.prune, rollouts.over_provision, rollouts.hints and another "
+                "rollouts.engine; set them to false, 1, 0 and auto"
             )
         if self.policy.pipeline.is_on and self.merging.final_export:
             raise ValueError(
@@ -199,8 +211,12 @@ class Config(Section):
     @property
     def max_batch_groups(self) -> int:
         """Groups in a training batch, at most."""
-        fresh = min(self.sharing.own_groups, self.rollouts.groups_per_round) + self.sharing.swarm_groups
-        return fresh + self.training.replay_groups
+        return self.max_shared_groups + self.training.replay_groups + self.rollouts.hints
+
+    @property
+    def max_shared_groups(self) -> int:
+        """Groups in a training batch that were sampled this round without a hint, or by others, at most."""
+        return min(self.sharing.own_groups, self.rollouts.groups_per_round) + self.sharing.swarm_groups
 
     @property
     def swarm_id(self) -> str:

@@ -33,6 +33,8 @@ class RolloutsSection(Section):
     """How often a round draws further tasks while fewer than groups_per_round groups have signal (DAPO, 2503.14476)."""
     over_provision: Annotated[float, Field(ge=1, le=4)] = 1.0
     """Begin this many times groups_per_round groups, stop when groups_per_round are complete, continue the rest later (APRIL)."""
+    hints: NonNegativeInt = 0
+    """Groups of a round, beyond groups_per_round, whose answers begin with a part of a peer's right answer. 0: none."""
     prune: bool = False
     """Drop answers early whose reward is foreseeable, so that more groups are half right, half wrong (ARRoL, 2603.24840)."""
     prune_interval_tokens: PositiveInt = 4

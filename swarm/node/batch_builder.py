@@ -1,6 +1,7 @@
 """What a round trains on: own groups, groups of others from the pool, and replayed ones.
 
     own_groups      groups of the round ─ with signal, not too stale ──────────────┐
+    hinted_groups   groups that begin with a hint (`right_answers`) ─ with signal ─┤
     draw_from_pool  pool.draw ─ rebuild the task ─ convert by lineage ─────────────┼─▶ compose ─▶ batch
                     replay store (own groups of earlier rounds) ─ rebuild the task ┘
 
@@ -9,13 +10,14 @@ It runs on the compute thread. What is left out is counted by reason.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from swarm.config import Config
-from swarm.pool.experience_pool import ExperiencePool, Weigh
+from swarm.pool.experience_pool import ExperiencePool, PooledGroup, Weigh
 from swarm.pool.success_levels import SuccessLevels, has_success
+from swarm.rollouts.hints import FULL_REWARD, SOLVED_RATE, RightAnswer
 from swarm.rollouts.worker import RolloutBatch
 from swarm.tasks.environments.episodes import with_scores
 from swarm.tasks.task_mixture import TaskMixture
@@ -23,9 +25,11 @@ from swarm.tasks.task_source import ForgedEpisode, TaskFailure, UnknownTask
 from swarm.training.advantages import configured_advantage
 from swarm.training.experience import ForeignGroup, RolloutConverter, TrainingGroup
 from swarm.training.replay import ReplayStore
-from swarm.types import RolloutGroup, Task
+from swarm.types import RolloutGroup, Task, TaskRef
 
 _DRAWS = 3
+_LOOKS_PER_HINT = 4
+"""Groups of others that are looked at for each hint, as some have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,30 @@ class BatchBuilder:
         own = [self._own(tasks[group.task], group) for group in fresh]
         return OwnGroups(fresh, own, *self._largest(rollouts.groups))
 
+    def right_answers(self, rng: random.Random) -> Iterator[RightAnswer]:
+        """Right answers of others to tasks of one turn, of sources where own answers seldom are right, for hints.
+
+        None is below the likelihood floor. The harder a source is here, the sooner its groups come. They are not used up by this:
+        they may be drawn for a batch as well.
+        """
+        count = _LOOKS_PER_HINT * self._config.rollouts.hints
+        for group in self._pool.look(self._converter.tokenizer, count, rng, self._hint_weight):
+            right = [rollout for rollout in group.rollouts if rollout.reward >= FULL_REWARD]
+            answer = rng.choice(right) if right else None
+            task = self._task_of_one_turn(group.task) if answer else None
+            if answer and task and self._converter.may_be_hint(task.prompt, answer, task.context):
+                yield RightAnswer(task, answer, group.author)
+
+    def hinted_groups(self, hinted: RolloutBatch) -> list[TrainingGroup]:
+        """The groups that begin with a hint and have signal, ready for training."""
+        tasks = {task.ref: task for task in hinted.tasks}
+        needs_signal = self._config.training.filter_groups
+        return [
+            self._own(tasks[group.task], group)
+            for group in hinted.groups
+            if group.has_reward_variance or not needs_signal
+        ]
+
     def draw_from_pool(self, own: OwnGroups, rng: random.Random) -> list[TrainingGroup]:
         """`sharing.swarm_groups` groups of others, and more where own groups are short.
 
@@ -104,21 +132,33 @@ class BatchBuilder:
         return [_no_heavier(group, own.max_tokens) for group in found]
 
     def compose(
-        self, own: OwnGroups, others: Sequence[TrainingGroup], policy_version: int, rng: random.Random
+        self,
+        own: OwnGroups,
+        others: Sequence[TrainingGroup],
+        policy_version: int,
+        rng: random.Random,
+        hinted: Sequence[TrainingGroup] = (),
     ) -> list[TrainingGroup]:
-        """The batch: as many own groups as there is room for beside those of others, then replayed ones.
+        """The batch: as many own groups as there is room for beside those of others, then replayed ones and all hinted ones.
 
-        The groups of this round go into the replay store for later rounds.
+        The groups of this round go into the replay store for later rounds; hinted ones do not.
         """
         chosen = rng.sample(own.converted, min(len(own.converted), self._num_fresh - len(others)))
         replayed = [group for one in self._replay.draw(policy_version, rng) if (group := self._again(one))]
         self._replay.add([group for group in own.fresh if group.has_reward_variance])
-        return [*chosen, *others, *replayed]
+        return [*chosen, *others, *replayed, *hinted]
 
     @property
     def _num_fresh(self) -> int:
-        """Groups in a batch that are not replayed."""
-        return self._config.max_batch_groups - self._config.training.replay_groups
+        """Groups in a batch that are neither replayed nor hinted."""
+        return self._config.max_shared_groups
+
+    def _hint_weight(self, group: PooledGroup) -> float:
+        """How much a group of others is wanted for a hint: 1 minus the own success rate at its source, if that is low."""
+        if group.source not in self._mixture.sources or not group.mean_reward:
+            return 0.0
+        rate = self._expected_reward(group.source)
+        return 1 - rate if rate < SOLVED_RATE else 0.0
 
     def _largest(self, own: Sequence[RolloutGroup]) -> tuple[int, int]:
         """The most answers, and the most tokens, that an own group has; as configured where there is none."""
@@ -167,6 +207,14 @@ class BatchBuilder:
     def _own(self, task: Task, group: RolloutGroup, *, is_replay: bool = False) -> TrainingGroup:
         converted = self._converter.own(task.prompt, group, is_replay=is_replay, context=task.context)
         return _weighted(converted, task)
+
+    def _task_of_one_turn(self, ref: TaskRef) -> Task | None:
+        """The task; None where it has an environment, is held out, or no longer exists."""
+        try:
+            task = self._mixture.rebuild(ref)
+            return None if task.begin is not None or self._mixture.is_held_out(task) else task
+        except (UnknownTask, TaskFailure):
+            return None
 
     def _rebuilt(self, group: RolloutGroup) -> tuple[Task | None, RolloutGroup]:
         """The task of a group, and the group with its reward signals where they count: neither pool nor store keeps those.

@@ -1,6 +1,7 @@
 """One round after another, on the compute thread, which never waits for the network.
 
     run_round:  tasks ─▶ rollouts ─▶ records (published) ─▶ own groups ─┐
+                               pool ─▶ hints ─▶ rollouts (private) ─────┤
                                pool ─▶ groups of others, replay store ──┴▶ batch ─▶ step ─▶ merge ─▶ canary
     TrainingRun (`training_loop.py`): run_round ─▶ metrics ─▶ checkpoint
 
@@ -23,11 +24,12 @@ from swarm.limits.weighted_sample import round_seed
 from swarm.merging.policy_merging import MergePorts, PolicyMerging
 from swarm.node.batch_builder import BatchBuilder
 from swarm.node.policy_backend import PolicyBackend
-from swarm.node.round_metrics import MetricsRow, RoundTimer, count_batch, pruning_row, rollout_row
+from swarm.node.round_metrics import MetricsRow, RoundTimer, count_batch, hinted_row, pruning_row, rollout_row
 from swarm.node.run_state import check_run_state
 from swarm.observability.plain_text import counted
 from swarm.observability.tracing import traced
 from swarm.pool.experience_pool import ExperiencePool
+from swarm.rollouts.hints import HintChooser
 from swarm.rollouts.rollout_round import RolloutRound
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.sharing.parts import GroupObserver, NoObserver
@@ -124,6 +126,7 @@ class Learner:
         self._rollouts = RolloutRound(
             config.rollouts, cursor=self._cursor, worker=self._worker, difficulty=self._difficulty
         )
+        self._hints = HintChooser(config.rollouts, self.policy, self._difficulty.success_rate)
         # pool → batch
         self._converter = RolloutConverter(
             self.policy,
@@ -172,18 +175,20 @@ class Learner:
         self._cursor.follow(self._peer_id, self._ports.beacon())
         rollouts = self._rollouts.run(self._seed("rollouts", self.round))
         self._check_scored(rollouts)
-        timer.rolled_out()
         self._publish(rollouts)
         self._learn_what_to_expect(rollouts)
+        hinted = self._follow_hints()
+        timer.rolled_out()
         own = self._batches.own_groups(rollouts, self.policy.version)
         others = self._batches.draw_from_pool(own, self._rng)
-        batch = self._batches.compose(own, others, self.policy.version, self._rng)
+        of_hints = self._batches.hinted_groups(hinted)
+        batch = self._batches.compose(own, others, self.policy.version, self._rng, of_hints)
         report = self._trainer.step(batch) if batch else None
         self._merge()
         if report is not None and not report.skipped:
             self._canary.check()
         self.round += 1
-        return self._metrics(rollouts, batch, report, timer)
+        return self._metrics(rollouts, hinted, batch, report, timer)
 
     def _check_scored(self, rollouts: RolloutBatch) -> None:
         """Raise TaskError where nothing can be scored: in the first rounds of a process at once, later after a few rounds."""
@@ -209,6 +214,16 @@ class Learner:
         self._converter.observe_own(rollouts.likelihoods)
         self._share_difficulty()
 
+    def _follow_hints(self) -> RolloutBatch:
+        """Sample the groups that begin with a part of a peer's right answer.
+
+        They are this node's own business: nobody else sees them, and neither difficulty nor the likelihood floor counts them,
+        as they say little of what the node can do alone.
+        """
+        seed = self._seed("hints", self.round)
+        rng = random.Random(seed)
+        return self._worker.follow(self._hints.choose(self._batches.right_answers(rng), rng), seed)
+
     def _merge(self) -> None:
         """An outer step, where one is due or a partner has answered."""
         if self.merging is not None:
@@ -216,13 +231,19 @@ class Learner:
             self.merging.after_step((self.round + 1) / max_rounds if max_rounds else None)
 
     def _metrics(
-        self, rollouts: RolloutBatch, batch: Sequence[TrainingGroup], report: StepReport | None, timer: RoundTimer
+        self,
+        rollouts: RolloutBatch,
+        hinted: RolloutBatch,
+        batch: Sequence[TrainingGroup],
+        report: StepReport | None,
+        timer: RoundTimer,
     ) -> MetricsRow:
         times = timer.row()
         row: MetricsRow = {
             "kind": "round",
             **self._position(),
-            **rollout_row(rollouts, timer.rollout_s),
+            **rollout_row(rollouts, timer.rollout_s, hinted),
+            **(hinted_row(hinted) if self._config.rollouts.hints else {}),
             "rollout/open_groups": self._rollouts.num_open,
             "rollout/unbuildable_tasks_total": sum(self._cursor.failures.values()),
             **(pruning_row(rollouts, self._pruning) if self._pruning else {}),  # its mean reward is the better estimate

@@ -37,20 +37,30 @@ class RoundTimer:
         }
 
 
-def rollout_row(rollouts: RolloutBatch, duration_s: float) -> MetricsRow:
-    """What the rollouts of a round gave, and their mean reward signals."""
-    groups = rollouts.groups
+def rollout_row(rollouts: RolloutBatch, duration_s: float, hinted: RolloutBatch) -> MetricsRow:
+    """What the rollouts of a round gave, and their mean reward signals. `hinted` ones only count in what was paid for."""
+    groups, num_tokens = rollouts.groups, rollouts.num_tokens + hinted.num_tokens
     return {
         "rollout/reward_mean": sum(g.mean_reward for g in groups) / len(groups) if groups else 0.0,
-        "rollout/tokens": rollouts.num_tokens,
-        "rollout/tokens_per_s": rollouts.num_tokens / max(duration_s, 1e-9),
+        "rollout/tokens": num_tokens,
+        "rollout/tokens_per_s": num_tokens / max(duration_s, 1e-9),
         "rollout/groups": len(groups),
         "rollout/stale_tokens": rollouts.num_stale_tokens,
         "rollout/answers": sum(len(group.rollouts) for group in groups),
         "rollout/groups_with_signal": sum(group.has_reward_variance for group in groups),
-        "rollout/failed_tasks": sum(rollouts.failures.values()),
+        "rollout/failed_tasks": sum(rollouts.failures.values()) + sum(hinted.failures.values()),
         "rollout/too_long_prompts": sum(rollouts.too_long.values()),
         **mean_reward_signals(groups),
+    }
+
+
+def hinted_row(hinted: RolloutBatch) -> MetricsRow:
+    """What the groups that begin with a hint gave. Their mean reward is None in a round without any."""
+    groups = hinted.groups
+    return {
+        "rollout/hinted_groups": len(groups),
+        "rollout/hinted_groups_with_signal": sum(group.has_reward_variance for group in groups),
+        "rollout/hinted_reward_mean": sum(g.mean_reward for g in groups) / len(groups) if groups else None,
     }
 
 

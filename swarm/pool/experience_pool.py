@@ -205,6 +205,25 @@ class ExperiencePool:
         drawn = [_decode(*fields) for fields in stored if fields is not None]
         return [group for group in drawn if group is not None]
 
+    def look(self, tokenizer: str, count: int, rng: random.Random, weigh: Weigh) -> list[RolloutGroup]:
+        """Up to `count` fresh groups of this tokenizer, in the order of draws by `weigh`. It does not count as a use.
+
+        Groups of weight 0 are left out. The groups of one author share one ticket, as in `draw`.
+        """
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT id, author, policy, source, mean_reward, created_at FROM aged "
+                "WHERE uses < :max_uses AND created_at > :oldest AND behind <= :max_staleness AND tokenizer = :tokenizer "
+                "ORDER BY id",
+                {**self._bounds(), "tokenizer": tokenizer},
+            ).fetchall()
+        weighed = [(row[0], group) for row in rows if weigh(group := PooledGroup(*row[1:])) > 0]
+        order = weighted_order(_by_author_tickets([group for _, group in weighed], weigh), rng)
+        with self._lock:
+            stored = [self._stored(weighed[index][0]) for index in order[:count]]
+        found = [_decode(*fields) for fields in stored if fields is not None]
+        return [group for group in found if group is not None]
+
     def next_number(self, name: str) -> int:
         """Count up the counter `name`, which never gives a number twice, not even after a restart."""
         with self._lock, self._db:

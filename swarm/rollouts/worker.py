@@ -14,11 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.config import RolloutsSection
-from swarm.engine.engine import AnswerRequest, Completion, Engine, PruningEngine, ResumingEngine, converse
+from swarm.engine.engine import (
+    NOT_BEGUN,
+    AnswerRequest,
+    Completion,
+    Engine,
+    PruningEngine,
+    ResumingEngine,
+    converse,
+    joined,
+    with_reply,
+)
 from swarm.engine.pruning import AnswerKey, PruneCall, Pruning
 from swarm.engine.sampling import Sampling
 from swarm.policy.policy import TextPolicy
 from swarm.rollouts.episode_runner import EpisodeRunner
+from swarm.rollouts.hints import Hint
 from swarm.rollouts.open_group import OpenGroup, Segment
 from swarm.tasks.task_source import TaskFailure, assess, prompt_digest
 from swarm.types import Rollout, RolloutGroup, Task
@@ -186,6 +197,29 @@ class RolloutWorker:
             group for group in now if not group.is_complete
         ]
 
+    def follow(self, hints: Sequence[Hint], seed: int) -> RolloutBatch:
+        """One group of group_size answers per hint, all of which begin with it. Rewards are those of the whole answers.
+
+        For the engine a hint is the end of the prompt, so that it is computed once for its group and any engine can do this.
+        """
+        encoded = [(hint, self._policy.encode_prompt(hint.task.prompt, hint.task.context)) for hint in hints]
+        kept = [(hint, prompt) for hint, prompt in encoded if self._fits(prompt)]
+        too_long = Counter(hint.task.ref.source for hint, prompt in encoded if not self._fits(prompt))
+        size, longest = self._config.group_size, self._config.max_new_tokens
+        requests = [AnswerRequest([*prompt, *h.token_ids], size, longest - len(h.token_ids)) for h, prompt in kept]
+        sampled = self._engine.generate(requests, self._sampling, seed=seed, stop=self._config.stop) if requests else []
+        answered = [
+            _Answered(
+                hint.task,
+                [joined(with_reply(NOT_BEGUN, hint.token_ids), one) for one in completions],
+                self._policy.version,
+                num_given=len(hint.token_ids),
+            )
+            for (hint, _), completions in zip(kept, sampled, strict=True)
+        ]
+        num_tokens = sum(len(completion.token_ids) for completions in sampled for completion in completions)
+        return self._batch([hint.task for hint in hints], answered, too_long, num_tokens)
+
     def evaluate(self, tasks: Sequence[Task], *, temperature: float, seed: int) -> dict[str, list[float]]:
         """Reward of one answer per task, by source; tasks with too long a prompt or a failing verifier are left out."""
         rewards: dict[str, list[float]] = {}
@@ -275,7 +309,7 @@ class RolloutWorker:
             text = self._policy.decode(completion.token_ids)
             worth = assess(task, text, len(completion.token_ids))
             rollout = Rollout(text, completion.token_ids, completion.logprobs, completion.finished, worth.reward)
-            rollouts.append(replace(rollout, signals=worth.signals))
+            rollouts.append(replace(rollout, signals=worth.signals, num_given=answered.num_given))
         return rollouts
 
     def _group(self, answered: "_Answered", rollouts: Sequence[Rollout]) -> RolloutGroup:
@@ -298,6 +332,8 @@ class _Answered:
     policy_version: int
     request: int = 0
     """Index of its request, where the task has an environment."""
+    num_given: int = 0
+    """Tokens of the hint that every answer begins with."""
 
 
 def _rewards(

@@ -170,6 +170,11 @@ class RolloutConverter:
         self.dropped: Counter[str] = Counter()
         """Groups that could not be used, by reason."""
 
+    @property
+    def tokenizer(self) -> str:
+        """What `Lineage.tokenizer` of own groups is."""
+        return self._policy.lineage.tokenizer
+
     def observe_own(self, answers: Sequence[Sequence[float]]) -> None:
         """Note own fresh answers by the log-probs of their tokens under the plain policy, as for text of others."""
         self._floor.observe_own(answers)
@@ -246,6 +251,21 @@ class RolloutConverter:
             success_level=offered.success_level,
             baseline=offered.baseline,
         )
+
+    def may_be_hint(self, prompt: str, rollout: Rollout, context: PromptContext = PLAIN) -> bool:
+        """Whether own answers may begin as this answer of a peer with the own tokenizer does: its tokens spell its text, and
+        as a whole it is above the floor.
+
+        Nothing is counted or reported, because the answer is judged again where it is trained on.
+        """
+        ids = tuple(self._policy.encode_prompt(prompt, context))
+        fits = 0 < len(ids) <= self._policy.config.max_prompt_tokens and bool(rollout.token_ids)
+        if not fits or not self._is_spelt(rollout):
+            return False
+        if not self._floor.is_on or not self._floor.is_known:
+            return self._floor.is_known
+        (logprobs,) = self._logprobs([(ids, rollout.token_ids[: self._max_new_tokens])])
+        return self._floor.admits(logprobs)
 
     def state(self) -> list[tuple[int, float]]:
         return self._floor.state()

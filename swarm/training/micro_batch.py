@@ -34,7 +34,8 @@ class TrainingSequence:
     turn_stops: tuple[int, ...]
     """Index after the last token of the reply that ends each turn but the last."""
     is_trained: tuple[bool, ...]
-    """[T] whether the policy wrote the token; replies of environments, and a turn that was cut, are left out of the loss."""
+    """[T] whether the policy wrote the token; hints, replies of environments, and a turn that was cut, are left out of the
+    loss."""
     scale: float
     """Weight of the sum over its tokens in the loss of the whole batch."""
     is_replay: bool
@@ -134,7 +135,7 @@ def _segments(group: TrainingGroup, rollout: Rollout) -> tuple[tuple[int, int], 
     """(policy version, number of tokens) of an own answer. Versions of other nodes are not comparable with own ones."""
     if not group.is_own:
         return ()
-    return rollout.segments or ((group.group.policy_version, len(rollout.token_ids)),)
+    return rollout.segments or ((group.group.policy_version, len(rollout.token_ids) - rollout.num_given),)
 
 
 def _collate(part: Sequence[TrainingSequence], device: torch.device) -> MicroBatch:

@@ -44,7 +44,8 @@ def test_every_member_samples_as_much_in_every_arm() -> None:
     for arm in ARMS.values():
         config = config_of(arm.name)
         members = arm.members(8)
-        assert config.rollouts.groups_per_round == (8 * members if arm.is_oracle else 8)
+        sampled = config.rollouts.groups_per_round + config.rollouts.hints
+        assert sampled == (8 * members if arm.is_oracle else 8)
         assert config.sharing.swarm_groups <= 8 * (members - 1)
         assert config.sharing.publish == (config.sharing.swarm_groups > 0)
         assert config.training.filter_groups, "the control has the same filter"

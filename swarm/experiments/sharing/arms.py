@@ -48,6 +48,8 @@ class SharingArm:
     num_members: int | None = None
     """None: as the experiment has."""
     is_oracle: bool = False
+    hinted_share: float = 0.0
+    """Share of the groups that a member samples which begin with hints, in place of ordinary ones."""
     settings: Settings = field(default_factory=dict[str, Mapping[str, Any]])
     """Over those of a node as it comes."""
     kinds: tuple[MemberKind, ...] = ()
@@ -73,13 +75,15 @@ class SharingArm:
     def node_settings(self, usual_members: int, own_groups: int) -> Settings:
         """Of each of its nodes; the oracle is one node."""
         members = self.members(usual_members)
-        own = own_groups * members if self.is_oracle else own_groups
-        others = own_groups * (members - 1) if self.swarm_groups == ALL else int(self.swarm_groups)
+        hints = int(self.hinted_share * own_groups)
+        own = own_groups * members if self.is_oracle else own_groups - hints
+        others = (own_groups - hints) * (members - 1) if self.swarm_groups == ALL else int(self.swarm_groups)
         chosen = {
             "rollouts": {"groups_per_round": own},
             "sharing": {"own_groups": own, "swarm_groups": others, "publish": others > 0},
         }
-        return overlaid(chosen, self.settings)
+        hinted: Settings = {"rollouts": {"hints": hints}} if hints else {}  # without, cells keep their names
+        return overlaid(chosen, hinted, self.settings)
 
 
 def overlaid(*layers: Settings) -> dict[str, dict[str, Any]]:
@@ -139,6 +143,7 @@ ARMS = {
         SharingArm("8/all, shaped", ALL, settings=SHAPED, part_of_rounds=_SHORT),
         SharingArm("8/all, reader's baseline", ALL, settings=READERS_BASELINE, part_of_rounds=_SHORT),
         SharingArm("8/all, both", ALL, settings=overlaid(SHAPED, READERS_BASELINE), part_of_rounds=_SHORT),
+        SharingArm("8/all, hints", ALL, hinted_share=1 / 4, part_of_rounds=_SHORT),
         SharingArm("merging", settings=MERGING),
         SharingArm("8/8, merging", 8, settings=MERGING),
         SharingArm("8/24, merging", 24, settings=MERGING, part_of_rounds=_SHORT),
