@@ -25,7 +25,7 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.context import SwarmContext
 from swarm.records.identity import Identity
 from swarm.sharing.usefulness import READ_AHEAD_BATCHES, Usefulness, make_choice
-from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_mixture import CommonStreams, TaskMixture
 from swarm.types import RolloutGroup
 
 _FIRST_S = 1_000_000.0
@@ -179,7 +179,12 @@ class LearnerSwarm:
             self.exchange.publish(identity, groups)
 
         backend = local_backend(config, policy, identity.peer_id)
-        ports = SwarmPorts(publish=publish, usefulness=usefulness, report_peer=reader.report_peer)
+        ports = SwarmPorts(
+            publish=publish,
+            usefulness=usefulness,
+            report_peer=reader.report_peer,
+            common=CommonStreams.of(config.sharing, config.swarm_id, self._clock),
+        )
         learner = Learner(config, backend, mixture=mixture, pool=pool, peer_id=identity.peer_id, ports=ports)
         return _Node(learner, reader, config)
 

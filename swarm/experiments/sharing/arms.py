@@ -109,6 +109,7 @@ _SLOW = (MemberKind("usual", 4), MemberKind("slow", 4, interval_rounds=4))
 
 SHAPED = _training(correction="shaped+opsm")
 READERS_BASELINE: Settings = {"sharing": {"baseline": "reader"}}
+COMMON_TASKS: Settings = {"sharing": {"common_tasks": 0.25}}
 
 ARMS = {
     arm.name: arm
@@ -126,6 +127,7 @@ ARMS = {
         SharingArm("8/all, shaped", ALL, settings=SHAPED),
         SharingArm("8/all, reader's baseline", ALL, settings=READERS_BASELINE),
         SharingArm("8/all, both", ALL, settings=overlaid(SHAPED, READERS_BASELINE)),
+        SharingArm("8/all, common tasks", ALL, settings=COMMON_TASKS),
         SharingArm("8/all of 2", ALL, num_members=2),
         SharingArm("8/all of 4", ALL, num_members=4),
         SharingArm("8/all of 16", ALL, num_members=16),
