@@ -3,8 +3,8 @@
     rewards or signals of a group ─▶ of_group [G] ─▶ all groups of a batch ─▶ of_batch [N] ─▶ one number per answer, or none
 
 On a common task, which several nodes have answered, `of_group` gets the answers of all of them that this node has verified
-(`TrainingGroup.siblings`), and the group takes its part of what comes out. What other authors did is independent of what this
-group's answers are, so comparing with it adds no bias, whatever its authors have left out.
+(`TrainingGroup.siblings`), and the group takes its part of what comes out. What others have sampled does not depend on this
+group's answers, so comparing with its mean adds no bias, also where groups were left out.
 
 An advantage is one class here, or in a file of its own, and one line in `swarm/extensions/points.py`.
 """

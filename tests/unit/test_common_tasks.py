@@ -478,6 +478,22 @@ def test_nothing_meets_where_it_is_off() -> None:
     assert alone.group.author == ALICE_ID and alone.siblings == ()
 
 
+def test_learners_of_one_swarm_meet_in_memory() -> None:
+    from swarm.experiments.learner_swarm import LearnerSwarm
+    from swarm.experiments.sapo.cell import node_config
+    from tests.unit.test_experiments import SETTINGS, SHARING
+
+    config = node_config({**SETTINGS, "arm": SHARING}, 0)
+    sharing = config.sharing.model_copy(update={"common_tasks": 1.0})
+    swarm = LearnerSwarm([config.model_copy(update={"sharing": sharing})] * 2, seed=0)
+    for _ in range(2):
+        swarm.run_round()
+    for node in swarm._nodes:
+        met = [task for task in node.learner._batches.common._tasks.values() if len(task.rewards) == 2]
+        assert met and all(task.is_own for task in met)
+    assert swarm.rejected == {}
+
+
 # publishing
 
 
