@@ -40,8 +40,8 @@ from measuring.engine_long import GENERATE as GENERATE_AT_LENGTH
 from measuring.engine_long import LongCase, LongContest, LongTimes
 from measuring.engine_models import bundled, qwen_half_billion, small_llama
 
+from swarm.adapters.load_pretrained import quiet_libraries
 from swarm.policy.policy import Policy
-from swarm.policy.quiet import quiet_libraries
 
 _TAIL = 8
 """Long answers over the median."""

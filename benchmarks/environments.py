@@ -18,10 +18,10 @@ from functools import partial
 
 import torch
 
+from swarm.adapters.load_pretrained import quiet_libraries
 from swarm.config import PolicySection, RolloutsSection
 from swarm.engine.make_engine import make_engine
 from swarm.policy.policy import load_policy
-from swarm.policy.quiet import quiet_libraries
 from swarm.rollouts.worker import RolloutWorker
 from swarm.types import PromptContext, Step, Task, TaskRef
 

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import transformers
 
+from swarm.adapters.load_pretrained import quiet_libraries
 from swarm.config import PolicySection
 from swarm.policy.base_folder import BUNDLED_FOLDER
-from swarm.policy.quiet import quiet_libraries
 from tests.e2e.pipeline_processes import PipelineProcesses, pipeline_processes
 
 SETTINGS = {

@@ -1,5 +1,9 @@
-"""The one way to load models, tokenizers and configurations: from a folder, and never with code of that folder."""
+"""How libraries load models, tokenizers and configurations here: from a folder, never with code of that folder, and quietly."""
 
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,3 +14,27 @@ def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
     By default transformers asks on the terminal whether to run such code, and accepts a `y` from a pipe.
     """
     return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Hide warnings and progress bars of transformers and peft within this context; their errors still appear.
+
+    bitsandbytes stays at error level after it: it warns in every forward pass about the cast that 8-bit bases always make,
+    and at import (by peft) about optional kernels that are not needed here.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    verbosity = transformers_logging.get_verbosity()
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bars:
+            transformers_logging.enable_progress_bar()

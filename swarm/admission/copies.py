@@ -6,9 +6,14 @@ chance. There only answers count that are too unlikely to be repeated by chance,
 the smaller claim is used, so that nobody is blamed because of invented numbers. Since a copy may arrive first, nothing shows
 which of the two is the original: the later group is left out, which is a hint against both authors and proves nothing. Names cost
 nothing, and any number of them may repeat an honest author's answers, so such hints count once against each body.
+
+Common tasks (`CommonStreams`) belong to nobody: many authors answer each of them, and short answers are equal by chance. There
+an answer that two groups share surprises less the more answers they have to compare. An author that sends the same answers to
+a common task twice repeats itself as elsewhere.
 """
 
 import hashlib
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -43,6 +48,8 @@ class _Seen:
     body: _Body
     task: TaskRef
     is_own_stream: bool
+    is_common: bool
+    """Whether the task is one that all nodes draw."""
     is_original: bool
     """Whether the group is known to be original, as this node sampled or checked it."""
     answers: tuple[bytes, ...]
@@ -58,13 +65,16 @@ class CopyWatch:
         self,
         owns_stream: Callable[[str, int], bool],
         blame: Callable[[str, Rejection], object] = lambda author, reason: None,
+        *,
+        is_common: Callable[[TaskRef], bool] = lambda task: False,
     ) -> None:
-        """`owns_stream`: (author, task seed) -> whether the stream is its own.
+        """`owns_stream`: (author, task seed) -> whether the stream is its own. `is_common`: whether all nodes draw a task.
 
         `blame`: called for an author whose accepted group proves to be a copy (COPIED), and for both authors where nothing shows
         which group is the original (REPLAY).
         """
         self._owns_stream = owns_stream
+        self._is_common = is_common
         self._blame = blame
         self._lock = threading.Lock()
         self._seen: BoundedMap[str, deque[_Seen]] = BoundedMap(_MAX_PROMPTS)
@@ -114,9 +124,9 @@ class CopyWatch:
         if group.body.author == earlier.body.author:
             if is_same_task:
                 raise InvalidRecord(Rejection.REPLAY, "answers that it has sent before")
-        elif is_same_task and not group.is_own_stream:
+        elif is_same_task and not group.is_common and not group.is_own_stream:
             raise InvalidRecord(Rejection.COPIED, f"a task of another's stream with answers of {earlier.body.author}")
-        elif is_same_task and not earlier.is_own_stream:
+        elif is_same_task and not group.is_common and not earlier.is_own_stream:
             self._blame(earlier.body.author, Rejection.COPIED)
         elif _surprise(group, earlier) >= MIN_SURPRISE_NATS:
             if earlier.is_original:
@@ -133,8 +143,8 @@ class CopyWatch:
             nats = -sum(rollout.logprobs)
             surprise[text] = min(nats, surprise.get(text, nats))
             answers.append(text)
-        is_own = self._owns_stream(group.author, group.task.seed)
-        return _Seen(body, group.task, is_own, is_original, tuple(sorted(answers)), surprise)
+        is_own, is_common = self._owns_stream(group.author, group.task.seed), self._is_common(group.task)
+        return _Seen(body, group.task, is_own, is_common, is_original, tuple(sorted(answers)), surprise)
 
     def _remember(self, digest: str, group: _Seen) -> None:
         of_prompt = self._seen.get(digest) or deque(maxlen=_GROUPS_PER_PROMPT)
@@ -154,5 +164,11 @@ def _shared(group: _Seen, earlier: _Seen) -> float:
 
 
 def _surprise(group: _Seen, earlier: _Seen) -> float:
-    """The surprise in nats of the different answers that both have, by the smaller claim of the two authors."""
-    return sum(min(nats, earlier.surprise[text]) for text, nats in group.surprise.items() if text in earlier.surprise)
+    """The surprise in nats of the different answers that both have, by the smaller claim of the two authors.
+
+    On a common task log(G G') is taken off each, for the G G' pairs of answers that may be equal. Otherwise 64 answers each, of
+    148 equally likely ones, would share 18 and look like a copy at 90 nats.
+    """
+    chance = math.log(len(group.answers) * len(earlier.answers)) if group.is_common else 0.0
+    shared = [min(nats, earlier.surprise[text]) for text, nats in group.surprise.items() if text in earlier.surprise]
+    return sum(max(0.0, nats - chance) for nats in shared) if group.is_common else sum(shared)

@@ -36,6 +36,9 @@ class SharingSection(Section):
     baseline: Literal["author", "reader"] = "author"
     """What answers of peers are compared with. author: with the mean of their group, as their author does. reader: with what own
     answers to that source usually earn, so that successes of a better policy count more."""
+    common_tasks: Fraction = 0.0
+    """Share of the tasks of a round that all nodes of the swarm draw alike, so that answers of several nodes to one prompt are
+    compared with each other. All nodes of a swarm must have it above 0, or none. 0: off."""
     pool_max_groups: PositiveInt = 512
     """Largest number of groups in the experience pool. The oldest are removed first."""
     max_group_size: PositiveInt = 64

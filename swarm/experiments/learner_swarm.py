@@ -28,7 +28,7 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.context import SwarmContext
 from swarm.records.identity import Identity
 from swarm.sharing.usefulness import READ_AHEAD_BATCHES, Usefulness, make_choice
-from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_mixture import CommonStreams, TaskMixture
 from swarm.tasks.task_source import MAX_SEED
 from swarm.types import RolloutGroup
 
@@ -201,7 +201,13 @@ class LearnerSwarm:
         backend = local_backend(config, policy, identity.peer_id)
         gate_seed = random.Random(f"{seed}/{number}/gate").randrange(MAX_SEED)
         merging = MergePorts(self._pairing.pairer(number), None, self._clock, gate_seed)
-        ports = SwarmPorts(publish=publish, usefulness=usefulness, merge_ports=merging, report_peer=reader.report_peer)
+        ports = SwarmPorts(
+            publish=publish,
+            usefulness=usefulness,
+            merge_ports=merging,
+            report_peer=reader.report_peer,
+            common=CommonStreams.of(config.sharing, config.swarm_id, self._clock),
+        )
         learner = Learner(config, backend, mixture=mixture, pool=pool, peer_id=identity.peer_id, ports=ports)
         return _Node(learner, reader, config)
 

@@ -26,6 +26,7 @@ from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import sign_record
 from swarm.sharing.usefulness import HeaderChoice
+from swarm.tasks.task_mixture import CommonStreams
 from swarm.types import Header, RolloutGroup
 
 _OFFERS_PER_AUTHOR = 16
@@ -51,14 +52,15 @@ class MemoryExchange:
         self._swarm_id = swarm_id
         self._config = config
         self._clock = clock
+        self._common = CommonStreams.of(config, swarm_id, clock)
         self._offers: defaultdict[str, deque[Offer]] = defaultdict(lambda: deque(maxlen=_OFFERS_PER_AUTHOR))
         self._next_number = 0
         self.num_bytes = 0
         """Bytes offered so far, headers and bodies, each counted once."""
 
     def publish(self, identity: Identity, groups: Sequence[RolloutGroup]) -> None:
-        """Offer the groups with signal, in as many records as they need."""
-        useful = [group for group in groups if group.has_reward_variance]
+        """Offer the groups with signal, and those on common tasks that others may learn from, in as many records as they need."""
+        useful = [group for group in groups if self._common.is_worth_sharing(group)]
         for start in range(0, len(useful), MAX_GROUPS_PER_BODY):
             self._announce(identity, useful[start : start + MAX_GROUPS_PER_BODY])
 

@@ -5,7 +5,8 @@
     draw_from_pool  pool.draw ─ rebuild the task ─ convert by lineage ─────────────┼─▶ compose ─▶ batch
                     replay store (own groups of earlier rounds) ─ rebuild the task ┘
 
-It runs on the compute thread. What is left out is counted by reason.
+On common tasks all groups go through `CommonGroups`, too: it knows what other authors' answers earned, and holds groups without
+signal until it can compare them with such answers. It runs on the compute thread. What is left out is counted by reason.
 """
 
 import random
@@ -23,6 +24,7 @@ from swarm.tasks.environments.episodes import with_scores
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.tasks.task_source import ForgedEpisode, TaskFailure, UnknownTask
 from swarm.training.advantages import configured_advantage
+from swarm.training.common_groups import CommonGroups, spread
 from swarm.training.experience import ForeignGroup, RolloutConverter, TrainingGroup
 from swarm.training.replay import ReplayStore
 from swarm.types import RolloutGroup, Task, TaskRef
@@ -39,7 +41,7 @@ class OwnGroups:
     fresh: Sequence[RolloutGroup]
     """As they were sampled, for the replay store."""
     converted: Sequence[TrainingGroup]
-    """The same groups, for a batch."""
+    """The same groups, for a batch, and those of earlier rounds that have found others to be compared with."""
     max_answers: int
     """Answers of the largest group of the round; groups of others are thinned to it."""
     max_tokens: int
@@ -58,10 +60,11 @@ class BatchBuilder:
         converter: RolloutConverter,
         weigh: Weigh | None,
         expected_reward: Callable[[str], float],
+        is_common: Callable[[TaskRef], bool] = lambda task: False,
     ) -> None:
         """`weigh`: how useful a group of others is expected to be; without it they are drawn uniformly.
 
-        `expected_reward`: what own answers to a source usually earn.
+        `expected_reward`: what own answers to a source usually earn. `is_common`: whether all nodes draw a task.
         """
         self._expected_reward = expected_reward
         self._config = config
@@ -69,6 +72,9 @@ class BatchBuilder:
         self._pool = pool
         self._converter = converter
         self._weigh = weigh
+        self._is_common = is_common
+        self.common = CommonGroups()
+        """Groups on common tasks, of this node and of others."""
         self._replay = ReplayStore(config.training)
         self._advantage = configured_advantage(config.training)
         self.successes = SuccessLevels(config.sharing.success_quantile)
@@ -85,10 +91,12 @@ class BatchBuilder:
         self._pool.expect(self.successes.snapshot())
         tasks = {task.ref: task for task in rollouts.tasks}
         needs_signal = self._config.training.filter_groups
+        self._note_own(rollouts.groups, holds_back=needs_signal)
         fresh = self._not_too_stale(
             [g for g in rollouts.groups if g.has_reward_variance or not needs_signal], policy_version
         )
         own = [self._own(tasks[group.task], group) for group in fresh]
+        own += self._met(policy_version, self._num_fresh - self._config.sharing.swarm_groups - len(own))
         return OwnGroups(fresh, own, *self._largest(rollouts.groups))
 
     def right_answers(self, rng: random.Random) -> Iterator[RightAnswer]:
@@ -123,7 +131,7 @@ class BatchBuilder:
         num_swarm = self._config.sharing.swarm_groups
         # the share of the swarm, and what own groups lack
         wanted = self._num_fresh - min(len(own.converted), self._num_fresh - num_swarm) if num_swarm else 0
-        found: list[TrainingGroup] = []
+        found = self._foreign(self.common.take_ready(wanted, is_own=False))
         for _ in range(_DRAWS):
             drawn = self._pool.draw(wanted - len(found), rng, self._weigh)
             found += self._foreign([_thinned(one, own.max_answers, rng) for one in drawn])
@@ -143,10 +151,12 @@ class BatchBuilder:
 
         The groups of this round go into the replay store for later rounds; hinted ones do not.
         """
-        chosen = rng.sample(own.converted, min(len(own.converted), self._num_fresh - len(others)))
+        num_own = self._num_fresh - len(others)
+        chosen = rng.sample(own.converted, min(len(own.converted), num_own))
+        chosen += self._met(policy_version, num_own - len(chosen))  # by groups that were drawn a moment ago
         replayed = [group for one in self._replay.draw(policy_version, rng) if (group := self._again(one))]
         self._replay.add([group for group in own.fresh if group.has_reward_variance])
-        return [*chosen, *others, *replayed, *hinted]
+        return [*map(self._compared, chosen), *others, *map(self._compared, replayed), *hinted]
 
     @property
     def _num_fresh(self) -> int:
@@ -174,6 +184,25 @@ class BatchBuilder:
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
         self._replay.restore(state)
 
+    def _note_own(self, groups: Sequence[RolloutGroup], *, holds_back: bool) -> None:
+        """Remember the groups of this round on common tasks. With `holds_back`, those without signal wait for others' answers."""
+        self.common.begin_round()
+        for group in groups:
+            if self._is_common(group.task):
+                self.common.note(group, is_own=True)
+                if holds_back and not group.has_reward_variance:
+                    self.common.hold(group, is_own=True)
+
+    def _met(self, policy_version: int, most: int) -> list[TrainingGroup]:
+        """Own groups that waited, and have signal beside the answers of others."""
+        ready = self._not_too_stale(self.common.take_ready(most, is_own=True), policy_version)
+        rebuilt = [self._rebuilt(group) for group in ready]
+        return [self._own(task, group) for task, group in rebuilt if task is not None]
+
+    def _compared(self, own: TrainingGroup) -> TrainingGroup:
+        """An own group with what others earned with the same task."""
+        return replace(own, siblings=self.common.siblings(own.group))
+
     def _not_too_stale(self, own: list[RolloutGroup], policy_version: int) -> list[RolloutGroup]:
         """Leave out own groups that waited too many rounds; the version of a group is that of its oldest token."""
         bound = self._config.sharing.max_staleness
@@ -187,7 +216,7 @@ class BatchBuilder:
         of_reader = self._config.sharing.baseline == "reader"
         tasks: list[Task] = []
         offered: list[ForeignGroup] = []
-        for group in groups:
+        for group in self._comparable(groups):
             level = self._pool.success_level(group.task.source)
             if not has_success(group, level):  # it was one when the group came in
                 self._dropped["no_success"] += 1
@@ -196,9 +225,26 @@ class BatchBuilder:
             if task is not None:
                 baseline = self._expected_reward(task.ref.source) if of_reader else None
                 tasks.append(task)
-                offered.append(ForeignGroup(task.prompt, group, level.reward, task.context, baseline))
+                siblings = self.common.siblings(group)
+                offered.append(ForeignGroup(task.prompt, group, level.reward, task.context, baseline, siblings))
         converted = zip(tasks, self._converter.foreign_groups(offered), strict=True)
         return [_weighted(group, task) for task, group in converted if group is not None]
+
+    def _comparable(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Those that have signal beside what is known; groups on common tasks all of whose answers are right wait for that."""
+        common = [
+            group
+            for group in groups
+            if self._is_common(group.task) and has_success(group, self._pool.success_level(group.task.source))
+        ]
+        for group in common:
+            self.common.note(group, is_own=False)
+        if self._config.sharing.baseline == "reader":  # all groups are compared with what own answers earn
+            return list(groups)
+        waiting = [group for group in common if not self.common.has_signal(group)]
+        for group in waiting:
+            self.common.hold(group, is_own=False)
+        return [group for group in groups if group not in waiting]
 
     def _again(self, group: RolloutGroup) -> TrainingGroup | None:
         task, group = self._rebuilt(group)
@@ -245,8 +291,7 @@ def _thinned(group: RolloutGroup, max_answers: int, rng: random.Random) -> Rollo
     if num_answers <= max_answers:
         return group
     ordered = sorted(rng.sample(group.rollouts, num_answers), key=lambda rollout: rollout.reward)
-    step = (num_answers - 1) / (max_answers - 1)
-    return replace(group, rollouts=tuple(ordered[round(number * step)] for number in range(max_answers)))
+    return replace(group, rollouts=tuple(ordered[place] for place in spread(num_answers, max_answers)))
 
 
 def _no_heavier(group: TrainingGroup, max_tokens: int) -> TrainingGroup:

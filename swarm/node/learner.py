@@ -36,7 +36,7 @@ from swarm.sharing.parts import GroupObserver, NoObserver
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.held_out import repeated
 from swarm.tasks.task_cursor import DifficultyTable, TaskCursor
-from swarm.tasks.task_mixture import TaskMixture, training_seed
+from swarm.tasks.task_mixture import CommonStreams, TaskMixture, no_common_streams, training_seed
 from swarm.training.experience import RolloutConverter, TrainingGroup
 from swarm.training.health import HealthWatch
 from swarm.training.step_report import StepReport
@@ -83,6 +83,8 @@ class SwarmPorts:
     beacon: Callable[[], bytes] = _no_beacon
     """Bytes that seed the choice of the next tasks, so that nobody can solve them ahead of time (`sharing/beacons.py`).
     They are empty until a header of another node arrives."""
+    common: CommonStreams = field(default_factory=no_common_streams)
+    """The streams of tasks that all nodes of the swarm draw from, for the share `sharing.common_tasks` of the tasks."""
     observer: GroupObserver = field(default_factory=NoObserver)
     """Is shown the groups of every round, shared or not."""
 
@@ -113,7 +115,12 @@ class Learner:
         self.policy = backend.policy
         self.probe_memory = backend.probe_memory
         # tasks → rollouts
-        self._cursor = TaskCursor(mixture, training_seed(peer_id, config.node.seed), random.Random(self._seed("tasks")))
+        self._cursor = TaskCursor(
+            mixture,
+            training_seed(peer_id, config.node.seed),
+            random.Random(self._seed("tasks")),
+            common_share=config.sharing.common_tasks,
+        )
         self._difficulty = DifficultyTable(
             mixture.sources,
             memory=config.rollouts.difficulty_memory,
@@ -142,6 +149,7 @@ class Learner:
             converter=self._converter,
             weigh=weigh,
             expected_reward=self._difficulty.success_rate,
+            is_common=ports.common.holds,
         )
         self._rng = random.Random(self._seed("batches"))
         # step → merge → canary
@@ -172,7 +180,7 @@ class Learner:
     def run_round(self) -> MetricsRow:
         """Run one round and return its metrics, with which `TrainingRun` writes the checkpoint."""
         timer = RoundTimer()
-        self._cursor.follow(self._peer_id, self._ports.beacon())
+        self._cursor.follow(self._peer_id, self._ports.beacon(), self._ports.common.current())
         rollouts = self._rollouts.run(self._seed("rollouts", self.round))
         self._check_scored(rollouts)
         self._publish(rollouts)
@@ -305,6 +313,7 @@ class Learner:
             "difficulty": self._difficulty.state(),
             "open_groups": self._rollouts.state(),
             "replay": self._batches.state(),
+            "common_groups": self._batches.common.state(),
             "own_successes": self._batches.successes.state(),
             "rng": _rng_state(self._rng),
             "own_likelihoods": self._converter.state(),
@@ -342,6 +351,7 @@ class Learner:
         if self._pruning is not None:
             self._pruning.restore(checkpoint.tensors.get("pruning", {}), state.get("pruning", {}))
         self._batches.restore(state.get("replay", []))
+        self._batches.common.restore(state.get("common_groups", {}))
         self._batches.successes.restore(state.get("own_successes", {}))
         self._rng.setstate(_rng_from(state["rng"]))
         self._converter.restore(state["own_likelihoods"])

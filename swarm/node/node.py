@@ -58,7 +58,7 @@ from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.totals import SharingPause
 from swarm.silo.silo_transport import node_transport
 from swarm.tasks.sandboxed_verifier import SandboxedVerifier
-from swarm.tasks.task_mixture import TaskMixture, owns_stream
+from swarm.tasks.task_mixture import TaskMixture, no_common_streams, owns_stream
 from swarm.types import RolloutGroup
 from swarm.warm_start.start_digest import start_digest
 
@@ -123,7 +123,7 @@ class Node:
         self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
         self.tracker = PeerTracker(config.sharing, context, path=folder.reputation, seen_at=seen_at)
         self._sandboxed_verifier = SandboxedVerifier(config.tasks)
-        self._copies = CopyWatch(owns_stream, self.tracker.reputation.refused)
+        self._copies = CopyWatch(owns_stream, self.tracker.reputation.refused, is_common=self.tracker.common.holds)
         self.sharing = (
             make_sharing_parts(
                 config.sharing,
@@ -255,6 +255,7 @@ class Node:
             merge_ports=self._node_merging.ports if self._node_merging else None,
             report_peer=self.tracker.reputation.unlikely,
             beacon=self.tracker.beacons.current,
+            common=self.tracker.common if exchange else no_common_streams(),
             observer=self._page.rollouts,
         )
         learner = Learner(config, backend, mixture=mixture, pool=self.pool, peer_id=self.identity.peer_id, ports=ports)

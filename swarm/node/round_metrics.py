@@ -88,5 +88,6 @@ def count_batch(totals: Counter[str], batch: Sequence[TrainingGroup]) -> Metrics
         "train/swarm_groups": num_others,
         "train/own_groups_total": totals["own_groups"],
         "train/swarm_groups_total": totals["swarm_groups"],
+        "train/pooled_groups": sum(bool(group.siblings) for group in batch),
         "train/replayed_groups": sum(group.is_replay for group in batch),
     }

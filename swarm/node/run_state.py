@@ -75,12 +75,19 @@ class _Trainer(_Part):
     adaptive_clip_notch: Annotated[int, Field(ge=0, lt=len(BOUNDS))] = 0
 
 
+class _CommonCursor(_Part):
+    seed: Count | None
+    next_index: Index
+    due: Annotated[float, Field(ge=0, lt=1)]
+
+
 class _Cursor(_Part):
     seed: Count
     next_index: dict[str, Index]
     consecutive_failures: dict[str, Count]
     rng: Generator
     beacon: Annotated[str, Field(pattern=r"^([0-9a-f]{2}){0,32}$")] = ""
+    common: _CommonCursor = _CommonCursor(seed=None, next_index=0, due=0.0)
 
 
 class _OpenGroup(_Part):
@@ -126,6 +133,27 @@ class _Group(_Part):
     rollouts: Annotated[list[_Rollout], Field(min_length=1)]
 
 
+class _CommonTask(_Part):
+    task: Ref
+    since: Count
+    is_own: bool
+    rewards: dict[str, list[Reward]]
+
+
+class _WaitingGroup(_Part):
+    group: _Group
+    is_own: bool
+    since: Count
+
+
+class _CommonGroups(_Part):
+    """Groups on common tasks; none in checkpoints of older versions."""
+
+    round: Count = 0
+    tasks: list[_CommonTask] = []
+    waiting: list[_WaitingGroup] = []
+
+
 class _Health(_Part):
     rows: list[Annotated[Scalars, AfterValidator(_numbers)]]
     quiet_rows: dict[str, Count]
@@ -166,6 +194,7 @@ class _RunState(_Part):
     difficulty: dict[str, Belief] = {}
     open_groups: list[_OpenGroup] = []
     replay: list[_Group] = []
+    common_groups: _CommonGroups = _CommonGroups()
     own_successes: dict[str, Annotated[list[Reward], Field(min_length=1)]] = {}
     health: _Health = _Health(rows=[], quiet_rows={})
     pruning: _Pruning | None = None
@@ -185,7 +214,8 @@ def check_run_state(checkpoint: Checkpoint, vocab_size: int) -> None:
         where = ".".join(str(part) for part in first["loc"])[:_SHOWN_CHARS]
         raise _refusal(file, f"{where or 'state'}: {first['msg']}", repr(first["input"])[:_SHOWN_CHARS]) from None
     ids = [answer[0] for group in state.open_groups for answer in group.answers]
-    ids += [rollout.token_ids for group in state.replay for rollout in group.rollouts]
+    stored = [*state.replay, *(waiting.group for waiting in state.common_groups.waiting)]
+    ids += [rollout.token_ids for group in stored for rollout in group.rollouts]
     largest = max(map(max, filter(None, ids)), default=0)
     if largest >= vocab_size:
         raise _refusal(file, f"token ids of answers must be below {vocab_size}", str(largest))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from swarm.adapters.load_pretrained import quiet_libraries
 from swarm.config import BUNDLED_BASES, PolicySection
 from swarm.errors import PolicyError
 from swarm.policy.base_folder import locate_base, weight_files
@@ -25,7 +26,6 @@ from swarm.policy.logprobs import TokenLogprobs, token_logprobs
 from swarm.policy.lora import adapter_shape, attach_adapter, check_adapter_runs
 from swarm.policy.micro_batch_size import DEFAULT_TOKENS, TokenSequence
 from swarm.policy.prompts.prompt_encoder import PromptEncoder, encoded, surviving_panics
-from swarm.policy.quiet import quiet_libraries
 from swarm.types import PLAIN, Lineage, PromptContext, Role
 
 logger = logging.getLogger(__name__)

@@ -42,7 +42,7 @@ class Evidence(Enum):
     BROKEN = "broken"
     """Most tasks do not follow from the beacon, or it was too old."""
     UNKNOWN = "unknown"
-    """This node has not received the beacon."""
+    """This node has not received the beacon, or all tasks are common ones, which follow from no beacon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,13 @@ class Beacons:
         *,
         is_known: Callable[[str], bool],
         has_known: Callable[[], bool],
+        is_common: Callable[[TaskRef], bool] = lambda task: False,
     ) -> None:
-        """`is_known`: whether an author's probation is over. `has_known`: whether anybody's is."""
+        """`is_known`: whether an author's probation is over. `has_known`: whether anybody's is.
+
+        `is_common`: whether a task is one that all nodes draw. Such tasks count neither for nor against an author.
+        """
+        self._is_common = is_common
         self._own_peer_id = context.peer_id
         self._clock = context.clock
         self._is_known = is_known
@@ -95,18 +100,24 @@ class Beacons:
         """
         oldest = self._clock() - MAX_AGE_S + _AGE_MARGIN_S
         young = [beacon for beacon, since in self._used if since > oldest]
-        return next((beacon for beacon in young if follow(self._own_peer_id, beacon, tasks)), b"")
+        bound = self._without_common(tasks)
+        return next((beacon for beacon in young if follow(self._own_peer_id, beacon, bound)), b"")
 
     def judge(self, header: Header) -> Evidence:
         """Check whether the tasks of another node's header follow from its beacon."""
+        tasks = self._without_common([group.task for group in header.groups])
+        if not tasks:
+            return Evidence.UNKNOWN
         if not header.beacon:
             return Evidence.MISSING
         received = self._received.get(header.beacon)
         if received is None or received.author == header.author or not self._counts(received.author):
             return Evidence.UNKNOWN
         is_recent = header.created_at - received.at <= MAX_AGE_S
-        tasks = [group.task for group in header.groups]
         return Evidence.HOLDS if is_recent and follow(header.author, header.beacon, tasks) else Evidence.BROKEN
+
+    def _without_common(self, tasks: Sequence[TaskRef]) -> list[TaskRef]:
+        return [task for task in tasks if not self._is_common(task)]
 
     def _counts(self, author: str) -> bool:
         return author == self._own_peer_id or self._is_known(author) or not self._has_known()

@@ -24,7 +24,7 @@ from swarm.records.rejection import Rejection
 from swarm.sharing.beacons import Beacons, Evidence
 from swarm.sharing.reputation import AddressGroups, AuthorShares, Reputation, SeenAt
 from swarm.sharing.usefulness import Usefulness
-from swarm.tasks.task_mixture import owns_stream
+from swarm.tasks.task_mixture import CommonStreams, owns_stream
 from swarm.types import Header, RolloutGroup
 
 MAX_PEERS = 256
@@ -90,10 +90,14 @@ class PeerStats:
         peer.lineage, peer.policy_version = header.lineage.policy, header.policy_version
 
     def admitted(self, header: Header, groups: Sequence[RolloutGroup], num_new: int) -> None:
-        """Note an admitted body. `groups`: those with signal; `num_new` of them were not in the pool before."""
+        """Note an admitted body. `groups`: those that went to the pool; `num_new` of them were not there before.
+
+        The mean is of those with differing rewards, as that of own groups is.
+        """
         peer = self._note(header.author)
         peer.groups_admitted += num_new
-        peer.rewards.add(groups if num_new else (), self._clock())
+        with_signal = [group for group in groups if group.has_reward_variance]
+        peer.rewards.add(with_signal if num_new else (), self._clock())
 
     def rejected(self, author: str) -> None:
         """Note that a body of this author was rejected, or could not be fetched."""
@@ -152,7 +156,14 @@ class PeerTracker:
         clock = context.clock
         self.reputation = Reputation(config.reputation_half_life_s, clock, path)
         self.shares = AuthorShares(self.reputation, config.max_share_of_strangers, AddressGroups(seen_at))
-        self.beacons = Beacons(context, is_known=self.reputation.is_known, has_known=self.reputation.has_known)
+        self.common = CommonStreams.of(config, context.swarm_id, clock)
+        """Which tasks all nodes draw: their stream and their beacon say nothing about an author."""
+        self.beacons = Beacons(
+            context,
+            is_known=self.reputation.is_known,
+            has_known=self.reputation.has_known,
+            is_common=self.common.holds,
+        )
         self.turns = CheckingTurns(self.reputation.is_known)
         self.stats = PeerStats(clock, max_shown)
         is_informative = config.choice == "informative"
@@ -176,21 +187,24 @@ class PeerTracker:
         """Note that the body of `header` held what was promised: all `groups` of it."""
         author = header.author
         self.reputation.admitted(author)
-        if not all(owns_stream(group.author, group.task.seed) for group in groups):
+        if not all(owns_stream(group.author, group.task.seed) or self.common.holds(group.task) for group in groups):
             self.reputation.hint(author, _OTHER_STREAM)
         evidence = self.beacons.judge(header)
         self.beacon_evidence[evidence.value] += 1
         if evidence in _OF_BEACON:
             self.reputation.hint(author, _OF_BEACON[evidence])
-        if not all(group.has_reward_variance for group in groups):
+        if not all(self.common.is_worth_sharing(group) for group in groups):
             self.reputation.refused(author, Rejection.NO_SIGNAL)
 
     def judged(self, groups: Sequence[RolloutGroup], level: Callable[[str], SuccessLevel]) -> None:
-        """Note admitted `groups` with signal. `level`: what a group of a source must reach to count as a success here.
+        """Note admitted `groups`. `level`: what a group of a source must reach to count as a success here.
 
-        Own groups without a success are normal. What counts against an author is how much more often its groups lack one.
+        Own groups without a success are normal. What counts against an author is how much more often its groups lack one. Groups
+        without differing rewards do not count: whoever chose the easiest common tasks would make up for others with them.
         """
         for group in groups:
+            if not group.has_reward_variance:
+                continue
             expected = level(group.task.source)
             lacks_one = not has_success(group, expected)
             surplus, num_groups = self._lacking.get(group.author) or (0.0, 0.0)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from swarm.config import SharingSection
 from swarm.observability.tracing import traced
 from swarm.pool.experience_pool import ExperiencePool
+from swarm.pool.success_levels import has_success
 from swarm.records.codec import (
     MAX_GROUPS_PER_BODY,
     MAX_RECORD_BYTES,
@@ -46,15 +47,23 @@ class Publisher:
         self._context = parts.context
         self._transport = parts.context.transport
         self._beacons = parts.tracker.beacons
+        self._common = parts.tracker.common
         self._pool = pool
         self._head_start_s = head_start_s
         self._gossiped: asyncio.Queue[tuple[float, Header, bytes]] = asyncio.Queue(_MAX_WAITING_RECORDS)
 
     async def publish(self, groups: Sequence[RolloutGroup]) -> None:
-        """Gossip the groups with signal, in as many records as their size needs; `enter_next` enters these in the index."""
-        useful = [group for group in groups if group.has_reward_variance]
+        """Gossip the groups with signal, in as many records as their size needs; `enter_next` enters these in the index.
+
+        Groups on common tasks are gossiped, too, where all answers are equally right, as the node's own level of success has it.
+        """
+        useful = [group for group in groups if self._is_useful(group)]
         for start in range(0, len(useful), MAX_GROUPS_PER_BODY):
             await self._announce(useful[start : start + MAX_GROUPS_PER_BODY])
+
+    def _is_useful(self, group: RolloutGroup) -> bool:
+        is_success = group.has_reward_variance or has_success(group, self._pool.success_level(group.task.source))
+        return is_success and self._common.is_worth_sharing(group)
 
     async def enter_next(self) -> None:
         """Wait for the next record that was gossiped and had its head start, and enter it in the index."""

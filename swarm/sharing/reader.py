@@ -313,7 +313,7 @@ class Reader:
         self._totals.num_records_admitted += 1
         self._tracker.admitted(header, groups)
         self._parts.observer.admitted(groups)
-        useful = [group for group in groups if group.has_reward_variance]
+        useful = [group for group in groups if self._tracker.common.is_worth_sharing(group)]
         if len(useful) < len(groups):
             self._totals.rejected[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
         self._parts.bodies.put(header.body_hash, body, header.expires_at, header.author)

@@ -1,6 +1,7 @@
 """Decides which task comes next: a task choice picks the source, then comes the next task of its stream.
 
     rewards, lengths of answers ─▶ Beta(α, β) and mean length per source ─▶ task choice ─▶ cursor ─▶ task
+                       the swarm's common stream, for a share of the tasks (sharing.common_tasks) ──┘
 
 The difficulty of a source is estimated from the node's own answers. Old answers fade, since the policy that gave them has
 moved on: a source that was solved or hopeless is tried again. Cursor and difficulty are part of every checkpoint.
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from swarm.errors import TaskError
-from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_mixture import MAX_COMMON_TASKS, TaskMixture
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
 from swarm.types import Task
 
@@ -106,6 +107,9 @@ MAX_CONSECUTIVE_FAILURES = 20
 _MAX_HELD_OUT = 100
 """So many held-out tasks in a row are a failure. By chance it does not happen: at most every fourth prompt is held out."""
 
+_ROUNDING = 1e-9
+"""Shares are added up round after round, so that a sum may be a little below a whole number."""
+
 Choice = Callable[[Mapping[str, float], random.Random], str]
 """(weights of the sources that work, rng) -> one of them."""
 
@@ -122,20 +126,34 @@ def beacon_index(peer_id: str, beacon: bytes, source: str) -> int:
 
 
 class TaskCursor:
-    """Draws tasks of one stream. The same state draws the same tasks. It belongs to the compute thread."""
+    """Draws tasks of the node's own stream, and a share of them from the stream that is common to the swarm.
 
-    def __init__(self, mixture: TaskMixture, seed: int, rng: random.Random) -> None:
+    The same state draws the same tasks. It belongs to the compute thread.
+    """
+
+    def __init__(self, mixture: TaskMixture, seed: int, rng: random.Random, *, common_share: float = 0.0) -> None:
+        """`common_share`: part of the tasks that come from the common stream, while `follow` names one."""
         self._mixture = mixture
         self._seed = seed
         self._rng = rng
         self._next_index: dict[str, int] = dict.fromkeys(mixture.sources, 0)
         self._beacon = b""
+        self._common_share = common_share
+        self._common_seed: int | None = None
+        self._next_common = 0
+        self._common_due = 0.0
+        """Part of a common task, in [0, 1), that earlier draws have left over."""
         self._consecutive: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         """Tasks that could not be built, by source."""
 
-    def follow(self, peer_id: str, beacon: bytes) -> None:
-        """Continue where this beacon points, once for each beacon; an empty one changes nothing."""
+    def follow(self, peer_id: str, beacon: bytes, common_seed: int | None = None) -> None:
+        """Continue where this beacon points, once for each beacon; an empty one changes nothing.
+
+        `common_seed`: the common stream of this time, which is begun anew where it is another one; None: there is none.
+        """
+        if common_seed != self._common_seed:
+            self._common_seed, self._next_common = common_seed, 0
         if beacon and beacon != self._beacon:
             self._beacon = beacon
             self._next_index = {name: beacon_index(peer_id, beacon, name) for name in self._next_index}
@@ -143,9 +161,9 @@ class TaskCursor:
     def draw(self, count: int, choose: Choice = by_weight) -> list[Task]:
         """The next `count` tasks; a failing one is skipped and counted. Raises TaskError if no source is left.
 
-        `choose` picks the source of each.
+        `choose` picks the source of each that is not a common one.
         """
-        tasks: list[Task] = []
+        tasks = self._draw_common(count)
         while len(tasks) < count:
             name = self._choose(choose)
             try:
@@ -161,6 +179,7 @@ class TaskCursor:
             "seed": self._seed,
             "next_index": dict(self._next_index),
             "beacon": self._beacon.hex(),
+            "common": {"seed": self._common_seed, "next_index": self._next_common, "due": self._common_due},
             "consecutive_failures": dict(self._consecutive),
             "rng": [version, list(internal), gauss],
         }
@@ -170,6 +189,9 @@ class TaskCursor:
         self._seed = state["seed"]
         self._beacon = bytes.fromhex(state.get("beacon", ""))
         self._next_index |= {name: i for name, i in state["next_index"].items() if name in self._next_index}
+        common = state.get("common", {"seed": None, "next_index": 0, "due": 0.0})  # absent in older checkpoints
+        self._common_seed, self._next_common = common["seed"], common["next_index"]
+        self._common_due = common["due"]
         self._consecutive = Counter(state["consecutive_failures"])
         version, internal, gauss = state["rng"]
         self._rng.setstate((version, tuple(internal), gauss))
@@ -183,6 +205,39 @@ class TaskCursor:
             if not self._mixture.is_held_out(task):
                 return task
         raise TaskFailure(name, f"{_MAX_HELD_OUT} tasks in a row are held out; give it more prompts, or remove it")
+
+    def _draw_common(self, count: int) -> list[Task]:
+        """The common tasks among the next `count`: their share, or fewer where the stream is used up."""
+        tasks: list[Task] = []
+        if self._common_seed is None:
+            return tasks
+        self._common_due += self._common_share * count
+        num_wanted = int(self._common_due + _ROUNDING)
+        self._common_due = max(0.0, self._common_due - num_wanted)
+        while len(tasks) < num_wanted and self._next_common < MAX_COMMON_TASKS:
+            task = self._common_task(self._common_seed, self._next_common)
+            self._next_common += 1
+            if task is not None:
+                tasks.append(task)
+        return tasks
+
+    def _common_task(self, seed: int, index: int) -> Task | None:
+        """Common task `index`; None where it is held out, or cannot be built here.
+
+        Its source follows from seed, index and the configured weights alone, and every index has one source. So all nodes with
+        the same tasks agree, whatever each of them skips.
+        """
+        weights = dict(sorted(self._mixture.configured_weights.items()))
+        name = by_weight(weights, random.Random(f"{seed}:{index}"))
+        if name not in self._next_index or self._consecutive[name] >= MAX_CONSECUTIVE_FAILURES:
+            return None
+        try:
+            task = self._mixture.sources[name].task(seed, index)
+        except TaskFailure as failure:
+            self._count_failure(name, failure)
+            return None
+        self._consecutive[name] = 0
+        return None if self._mixture.is_held_out(task) else task
 
     def _choose(self, choose: Choice) -> str:
         names = [name for name in self._next_index if self._consecutive[name] < MAX_CONSECUTIVE_FAILURES]

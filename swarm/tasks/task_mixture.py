@@ -7,10 +7,11 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Self
 
-from swarm.config import TaskSourceSection, TasksSection
+from swarm.config import SharingSection, TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.extensions.points import TASK_SOURCES
 from swarm.tasks.environments.episodes import check_repeatable
@@ -28,12 +29,20 @@ from swarm.tasks.task_source import (
     UnknownTask,
     prompt_digest,
 )
-from swarm.types import MAX_TURNS, Task, TaskRef
+from swarm.types import MAX_TURNS, RolloutGroup, Task, TaskRef
 
 logger = logging.getLogger(__name__)
 
 STREAMS_PER_PEER = 64
 """Few enough for a reader to compute them all."""
+COMMON_EPOCH_S = 300.0
+"""How long all nodes of a swarm draw their common tasks from one stream."""
+MAX_COMMON_TASKS = 4096
+"""Tasks of a common stream that may be drawn. Readers treat tasks behind them as those of any other stream."""
+_COMMON_EPOCHS = 24
+"""Streams of so many epochs, two hours, count as common: groups may wait, and rounds may be long."""
+_CLOCK_SKEW_S = 10.0
+"""A node whose clock is ahead may draw from a stream that begins here so much later."""
 NONE_WORKS = "no task source works: "
 
 
@@ -51,6 +60,8 @@ class TaskMixture:
         self._sandboxed = SandboxedVerifier(_without_wrappers(config, sandboxed)) if sandboxed else None
         self.sources: dict[str, TaskSource] = {}
         self.weights: dict[str, float] = {}
+        self.configured_weights = {section.source_name: section.weight for section in config.sources}
+        """Those of sources that do not work here, too: the same on all nodes with the same tasks."""
         self.contexts = {section.source_name: prompt_context(section) for section in config.sources}
         """What chat templates write around the prompts of each source."""
         self.broken: dict[str, str] = {}
@@ -207,13 +218,67 @@ def turns_of(source: TaskSource) -> int:
 
 def training_seed(peer_id: str, node_seed: int) -> int:
     """The stream of one node. Those of any two nodes are far apart, and anybody can check whose it is (`owns_stream`)."""
-    digest = hashlib.sha256(f"stream:{peer_id}:{node_seed % STREAMS_PER_PEER}".encode()).digest()
-    return FIRST_TRAINING_SEED + int.from_bytes(digest[:8], "big") % (MAX_SEED + 1 - FIRST_TRAINING_SEED)
+    return _stream_of(f"stream:{peer_id}:{node_seed % STREAMS_PER_PEER}")
 
 
 def owns_stream(peer_id: str, seed: int) -> bool:
     """Whether a task stream is one that this peer may draw from. Nodes of older versions used others, too."""
     return seed in _streams(peer_id)
+
+
+def common_seed(swarm_id: str, epoch: int) -> int:
+    """The stream from which all nodes of a swarm draw their common tasks in one epoch of the swarm's clock."""
+    return _stream_of(f"common:{swarm_id}:{epoch}")
+
+
+class CommonStreams:
+    """The streams of one swarm from which all its nodes draw, so that answers of several nodes to one task meet.
+
+    There is one for each epoch. It follows from the swarm's id and the clock, so nodes need no agreement, and anybody knows its
+    tasks in advance: see docs/security/rollouts.md. Safe from any thread.
+    """
+
+    def __init__(self, swarm_id: str, clock: Callable[[], float], *, is_on: bool) -> None:
+        """`clock`: swarm time in seconds. Where it is not on, no task is a common one."""
+        self._swarm_id = swarm_id
+        self._clock = clock
+        self._is_on = is_on
+
+    @classmethod
+    def of(cls, config: SharingSection, swarm_id: str, clock: Callable[[], float]) -> Self:
+        """As `sharing.common_tasks` says. A node that neither reads nor publishes has none."""
+        return cls(swarm_id, clock, is_on=config.common_tasks > 0 and (config.publish or config.swarm_groups > 0))
+
+    def current(self) -> int | None:
+        """The seed of the stream to draw from now; None where there is none."""
+        return common_seed(self._swarm_id, int(self._clock() // COMMON_EPOCH_S)) if self._is_on else None
+
+    def holds(self, task: TaskRef) -> bool:
+        """Whether a task is a common one of this epoch, or of one of the last two hours."""
+        if not self._is_on or task.index >= MAX_COMMON_TASKS:
+            return False
+        return task.seed in _common_seeds(self._swarm_id, int((self._clock() + _CLOCK_SKEW_S) // COMMON_EPOCH_S))
+
+    def is_worth_sharing(self, group: RolloutGroup) -> bool:
+        """Whether others may learn from a group: its rewards differ, or all are alike and above 0 on a common task, where the
+        answers of others may be worse."""
+        return group.has_reward_variance or (group.rollouts[0].reward > 0 and self.holds(group.task))
+
+
+def no_common_streams() -> CommonStreams:
+    """For a node without a swarm."""
+    return CommonStreams("", lambda: 0.0, is_on=False)
+
+
+def _stream_of(name: str) -> int:
+    """A hash of the name, in the range of training seeds."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return FIRST_TRAINING_SEED + int.from_bytes(digest[:8], "big") % (MAX_SEED + 1 - FIRST_TRAINING_SEED)
+
+
+@lru_cache(maxsize=64)
+def _common_seeds(swarm_id: str, newest: int) -> frozenset[int]:
+    return frozenset(common_seed(swarm_id, newest - back) for back in range(_COMMON_EPOCHS))
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,10 @@
 
     rewards or signals of a group ─▶ of_group [G] ─▶ all groups of a batch ─▶ of_batch [N] ─▶ one number per answer, or none
 
+On a common task, which several nodes have answered, `of_group` gets the answers of all of them that this node has verified
+(`TrainingGroup.siblings`), and the group takes its part of what comes out. What others have sampled does not depend on this
+group's answers, so comparing with its mean adds no bias, also where groups were left out.
+
 An advantage is one class here, or in a file of its own, and one line in `swarm/extensions/points.py`.
 """
 
@@ -197,11 +201,7 @@ def batch_advantages(batch: Sequence[TrainingGroup], config: TrainingSection) ->
     if not batch:
         return []
     advantage = configured_advantage(config)
-    of_groups = [
-        advantage.of_group(given) if group.baseline is None else advantage.of_others(given.rewards, group.baseline)
-        for group in batch
-        for given in (_group_rewards(group, config.signal_weights),)
-    ]
+    of_groups = [_of_group(advantage, group, config.signal_weights) for group in batch]
     values = [float(value) for value in advantage.of_batch(torch.cat(of_groups))]
     num_answers = sum(len(group.group.rollouts) for group in batch)
     if len(values) != num_answers:
@@ -214,6 +214,26 @@ def batch_advantages(batch: Sequence[TrainingGroup], config: TrainingSection) ->
         None if value != value or (value > 0 and not may_be_followed) else value
         for value, may_be_followed in zip(values, is_example, strict=True)
     ]
+
+
+def _of_group(advantage: Advantage, group: TrainingGroup, weights: Mapping[str, float]) -> Tensor:
+    """[G] advantages of one group, over all answers to its task that are known."""
+    given = _group_rewards(group, weights)
+    if group.baseline is not None:
+        return advantage.of_others(given.rewards, group.baseline)
+    # signals of other nodes are never sent
+    is_pooled = group.siblings and not (advantage.uses_signals and any(one.signals for one in group.group.rollouts))
+    return (
+        advantage.of_group(_pooled(given, group.siblings))[: len(given.rewards)]
+        if is_pooled
+        else advantage.of_group(given)
+    )
+
+
+def _pooled(group: GroupRewards, siblings: Sequence[float]) -> GroupRewards:
+    """A group with the answers of others to its task behind its own. Their rewards alone are known."""
+    rewards = torch.cat([group.rewards, _float64(siblings)])
+    return GroupRewards(rewards, rewards[None], torch.ones(1).double(), (*group.token_ids, *[()] * len(siblings)))
 
 
 def turn_advantages(
@@ -259,7 +279,7 @@ def _float64(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
 
 
 def _check_variance(group: TrainingGroup) -> None:
-    if not group.group.has_reward_variance and group.baseline is None:
+    if not group.has_signal:
         task, rollouts = group.group.task, group.group.rollouts
         raise TrainingError(
             f"a training group must have differing rewards, got {rollouts[0].reward:g} for all {len(rollouts)} rollouts "

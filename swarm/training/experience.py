@@ -52,10 +52,18 @@ class TrainingGroup:
     baseline: float | None = None
     """Reward that this node's own answers to the source usually earn, with which those of others are compared; None: with each
     other."""
+    siblings: tuple[float, ...] = ()
+    """Rewards of other authors' answers to the same task, which its own are compared with, too. See `training.common_groups`."""
     weight: float = 1.0
     """As how many answers each of its answers counts, in (0, 1]. Below 1 for a group of others that is larger than own ones."""
     is_replay: bool = False
     """Whether it is an own group of an earlier round that is trained on a second time."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether there is something to learn from it: rewards that differ, or a baseline of another kind."""
+        rewards = {*(rollout.reward for rollout in self.group.rollouts), *self.siblings}
+        return len(rewards) > 1 or self.baseline is not None
 
 
 _FLOOR_WINDOW = 512
@@ -132,6 +140,7 @@ class ForeignGroup:
     success_level: float = 0.0
     context: PromptContext = PLAIN
     baseline: float | None = None
+    siblings: tuple[float, ...] = ()
 
 
 class _Spelt(NamedTuple):
@@ -233,7 +242,8 @@ class RolloutConverter:
         num_below = len(spelt.group.rollouts) - len(likely) if same_lineage else 0
         best = max(likely, default=-math.inf)
         if offered.baseline is None:
-            is_better = translated.has_reward_variance and best > translated.mean_reward
+            pooled = [*(rollout.reward for rollout in translated.rollouts), *offered.siblings]
+            is_better = len(set(pooled)) > 1 and best > sum(pooled) / len(pooled)
         else:
             is_better = best > offered.baseline
         is_usable = is_better and best >= offered.success_level
@@ -250,6 +260,7 @@ class RolloutConverter:
             known_logprobs=known,
             success_level=offered.success_level,
             baseline=offered.baseline,
+            siblings=offered.siblings,
         )
 
     def may_be_hint(self, prompt: str, rollout: Rollout, context: PromptContext = PLAIN) -> bool:

@@ -53,13 +53,14 @@ class ReplayStore:
 
     def state(self) -> list[dict[str, Any]]:
         """The whole store, for JSON."""
-        return [_group_state(group) for group in self._groups]
+        return [group_state(group) for group in self._groups]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        self._groups = [_group_from(saved) for saved in state]
+        self._groups = [group_from(saved) for saved in state]
 
 
-def _group_state(group: RolloutGroup) -> dict[str, Any]:
+def group_state(group: RolloutGroup) -> dict[str, Any]:
+    """A group, for JSON."""
     ref = group.task
     return {
         "task": [ref.source, ref.config_digest, ref.seed, ref.index],
@@ -83,7 +84,8 @@ def _group_state(group: RolloutGroup) -> dict[str, Any]:
     }
 
 
-def _group_from(state: Mapping[str, Any]) -> RolloutGroup:
+def group_from(state: Mapping[str, Any]) -> RolloutGroup:
+    """The group of a `group_state`."""
     return RolloutGroup(
         task=TaskRef(*state["task"]),
         prompt_digest=state["prompt_digest"],

@@ -131,6 +131,11 @@ def test_whatever_stands_in_a_state_is_one_error(run: tuple[Learner, Path, Check
         (("replay", 0, "rollouts", 0, "token_ids", 0), 10**6),
         (("replay", 0, "rollouts", 0, "logprobs"), []),
         (("trainer", "adaptive_clip_notch"), 99),
+        (("cursor", "common"), {"seed": 16, "next_index": 0, "due": 1e9}),
+        (
+            ("common_groups", "tasks"),
+            [{"task": ["a", "b", 16, 0], "since": 1, "is_own": True, "rewards": {"me": [2.0]}}],
+        ),
     ],
 )
 def test_what_would_fail_or_hang_in_a_later_round_is_refused(

@@ -39,9 +39,9 @@ def export(
     """
     resolved = load_config(config_arguments(config, folder), ("--dir", "--format"))
     from swarm.adapters.export import export_adapter, export_merged
+    from swarm.adapters.load_pretrained import quiet_libraries
     from swarm.machine.node_folder import NodeFolder
     from swarm.policy.lineage import hash_weights
-    from swarm.policy.quiet import quiet_libraries
 
     policy, trained_rounds = load_saved_policy(resolved)
     with quiet_libraries():

@@ -16,11 +16,11 @@ def show_prompts(config: "Config", folder: Path, stream: TextIO) -> None:
 
     Raises PolicyError, TaskError and ConfigError as the start of a node does.
     """
+    from swarm.adapters.load_pretrained import quiet_libraries
     from swarm.config import BUNDLED_BASES
     from swarm.policy.base_folder import fitted_to_base
     from swarm.policy.base_model import folder_eos_ids, load_tokenizer
     from swarm.policy.prompts.prompt_encoder import PromptEncoder
-    from swarm.policy.quiet import quiet_libraries
     from swarm.rollouts.prompt_check import check_prompts
     from swarm.tasks.task_mixture import TaskMixture
 

@@ -102,14 +102,17 @@ def checked_config(
 
 
 def manifest_content(config: "Config") -> dict[str, Any]:
-    """Tasks, what of them is held out, limits and gossip of a manifest, in its shape."""
+    """Tasks, what of them is held out or common, limits and gossip of a manifest, in its shape."""
     from swarm.manifest.joining import published_task
     from swarm.manifest.manifest import ManifestLimits
 
     tasks = [published_task(source, config.tasks) for source in config.tasks.sources]
     limits = {name: getattr(config.sharing, name) for name in ManifestLimits.model_fields}
-    held_out_share = config.tasks.held_out_share or None
-    return {"tasks": tasks, "limits": limits, "gossip": config.network.gossip, "held_out_share": held_out_share}
+    shares = {
+        "held_out_share": config.tasks.held_out_share or None,
+        "common_tasks": config.sharing.common_tasks or None,
+    }
+    return {"tasks": tasks, "limits": limits, "gossip": config.network.gossip, **shares}
 
 
 def pinned_revision(config: "Config") -> str:

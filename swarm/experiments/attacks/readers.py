@@ -67,7 +67,7 @@ class GuardedReader:
         self._own_peer_id = context.peer_id
         self._tracker = tracker = PeerTracker(sharing, context, max_shown=0, seen_at=_own_network)
         self.reputation = tracker.reputation
-        self._copies = CopyWatch(owns_stream, self.reputation.refused)
+        self._copies = CopyWatch(owns_stream, self.reputation.refused, is_common=tracker.common.holds)
         verifier = RewardVerifier(parts.mixture, is_known=self.reputation.is_known, sandboxed=None)
         self._admission = Admission(
             sharing, context, verifier=verifier, vocabulary=parts.vocabulary, copies=self._copies
@@ -132,7 +132,7 @@ class GuardedReader:
         self._inbox.answered(header.author)
         self.reputation.admitted(header.author)
         self.num_admitted[header.author] += 1
-        useful = [group for group in groups if group.has_reward_variance]
+        useful = [group for group in groups if self._tracker.common.is_worth_sharing(group)]
         if len(useful) < len(groups):
             self.rejected[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
             self.reputation.refused(header.author, Rejection.NO_SIGNAL)

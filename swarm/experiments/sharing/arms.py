@@ -119,6 +119,7 @@ _SLOW = (MemberKind("usual", 4), MemberKind("slow", 4, interval_rounds=4))
 
 SHAPED = _training(correction="shaped+opsm")
 READERS_BASELINE: Settings = {"sharing": {"baseline": "reader"}}
+COMMON_TASKS: Settings = {"sharing": {"common_tasks": 0.25}}
 
 MERGING: Settings = {"merging": {"enabled": True, "interval_s": 16.0, "gate_tasks": 0}}
 """With one partner every second round of eight members, whose turns take a second each. Without the gate, whose answers would
@@ -143,6 +144,7 @@ ARMS = {
         SharingArm("8/all, shaped", ALL, settings=SHAPED, part_of_rounds=_SHORT),
         SharingArm("8/all, reader's baseline", ALL, settings=READERS_BASELINE, part_of_rounds=_SHORT),
         SharingArm("8/all, both", ALL, settings=overlaid(SHAPED, READERS_BASELINE), part_of_rounds=_SHORT),
+        SharingArm("8/all, common tasks", ALL, settings=COMMON_TASKS, part_of_rounds=_SHORT),
         SharingArm("8/all, hints", ALL, hinted_share=1 / 4, part_of_rounds=_SHORT),
         SharingArm("merging", settings=MERGING),
         SharingArm("8/8, merging", 8, settings=MERGING),

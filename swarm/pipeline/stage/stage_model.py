@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from swarm.adapters.adapter_state import adapter_parameters
+from swarm.adapters.load_pretrained import quiet_libraries
 from swarm.config import LoraSection
 from swarm.errors import PipelineError
 from swarm.pipeline.model_shape import Layout, StagePart, adapter_targets, layout_of, on_meta, read_config
@@ -27,7 +28,6 @@ from swarm.policy.answer_head import Head
 from swarm.policy.base_folder import weight_files
 from swarm.policy.base_model import switch_dropout_off
 from swarm.policy.lora import attach_adapter
-from swarm.policy.quiet import quiet_libraries
 
 
 class WeightReader:
