@@ -34,7 +34,7 @@ def main() -> None:
     arms = tuple(ARMS[name] for name in (SILO, _MEMBER, ORACLE))
     plan = SharingPlan(arms, (0, 1, 2, 3, 4))
     if options.quick:
-        plan = SharingPlan(arms, (0, 1), lr_factors=(_QUICK_LR,), num_rounds=40)
+        plan = SharingPlan(arms, (0, 1), lr_factors=(_QUICK_LR,))
     with tempfile.TemporaryDirectory() as folder:
         store = CellStore((options.dir or Path(folder)) / "cells")
         tuned = tuned_factors(plan, compute(plan.tuning_cells(), store, options.workers, print))

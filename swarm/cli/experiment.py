@@ -200,10 +200,11 @@ def _report_sapo(folder: Path, plan: "SapoPlan", rounds: int, screen: "Console",
 def sharing(
     folder: Folder = Path("runs/sharing"),
     regime: str = typer.Option("short", help="short: answers of four tokens. reasoning: of two hundred."),
-    rounds: int = typer.Option(60, min=6, help="Rounds of silos; other arms have fewer."),
+    rounds: int = typer.Option(40, min=6, help="Rounds of silos; other arms have fewer."),
     seeds: Seeds = "0,1,2,3,4",
     arms: str = typer.Option(None, help="Arms, with semicolons.", show_default="all"),
-    lrs: str = typer.Option("0.7,1,1.4,2", help="Multiples of the learning rate of which each arm gets its best."),
+    lrs: str = typer.Option("1,1.4,2", help="Multiples of the learning rate of which each arm gets its best."),
+    nodes: int = typer.Option(8, min=2, help="Members of each swarm."),
     workers: Workers = 2,
     report_only: ReportOnly = False,
     quick: Quick = False,
@@ -224,6 +225,7 @@ def sharing(
         tuple(seed_list(seeds)),
         cast("Regime", regime),
         number_list(lrs, "--lrs"),
+        num_members=nodes,
         num_rounds=rounds,
     )
     if quick:

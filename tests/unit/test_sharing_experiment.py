@@ -12,7 +12,7 @@ from swarm.errors import ConfigError
 from swarm.experiments.cell_process import run_cell
 from swarm.experiments.cells import Result
 from swarm.experiments.learner_swarm import LearnerSwarm
-from swarm.experiments.sharing.arms import ARMS, MERGING, ORACLE, SILO, MemberKind, SharingArm, chosen_arms
+from swarm.experiments.sharing.arms import ARMS, ORACLE, SILO, MemberKind, SharingArm, chosen_arms
 from swarm.experiments.sharing.cell import node_config
 from swarm.experiments.sharing.figures import Curve, figures, summarize, write_all
 from swarm.experiments.sharing.plan import TUNING_SEED, SharingPlan, tuned_factors
@@ -160,7 +160,7 @@ def test_learners_that_merge_end_closer_to_each_other() -> None:
         return math.sqrt(sum(float((first[name] - second[name]).square().sum()) for name in first))
 
     apart = distance()
-    assert 0 < distance(**{**MERGING["merging"], "interval_s": 4.0}) < 0.8 * apart
+    assert 0 < distance(**ARMS["merging"].node_settings(2, 4)["merging"]) < 0.8 * apart
 
 
 def test_arms_are_chosen_by_name() -> None:

@@ -54,6 +54,9 @@ class SharingArm:
     """Over those of a node as it comes."""
     kinds: tuple[MemberKind, ...] = ()
     """Empty where all members are alike."""
+    merge_interval_rounds: int = 0
+    """How often members merge their adapters with one partner each; 0: never. They do so without the gate, whose answers would
+    have to be counted: partners are honest here."""
     tuned_as: str = ""
     """The arm whose learning rate it takes; empty for one of its own."""
     part_of_rounds: float = 0.6
@@ -62,7 +65,7 @@ class SharingArm:
     @property
     def is_silo(self) -> bool:
         """Whether its members are alike and learn alone: the best of these sets the target."""
-        return not (self.swarm_groups or self.is_oracle or self.kinds or "merging" in self.settings)
+        return not (self.swarm_groups or self.is_oracle or self.kinds or self.merge_interval_rounds)
 
     def members(self, usual: int) -> int:
         return sum(kind.number for kind in self.kinds) or self.num_members or usual
@@ -83,7 +86,11 @@ class SharingArm:
             "sharing": {"own_groups": own, "swarm_groups": others, "publish": others > 0},
         }
         hinted: Settings = {"rollouts": {"hints": hints}} if hints else {}  # without, cells keep their names
-        return overlaid(chosen, hinted, self.settings)
+        interval_s = float(self.merge_interval_rounds * members)  # each turn of a `LearnerSwarm` takes a second
+        merging: Settings = (
+            {"merging": {"enabled": True, "interval_s": interval_s, "gate_tasks": 0}} if interval_s else {}
+        )
+        return overlaid(chosen, hinted, merging, self.settings)
 
 
 def overlaid(*layers: Settings) -> dict[str, dict[str, Any]]:
@@ -113,17 +120,13 @@ _SPECIALISTS = (
     MemberKind("products", 2, sources=(4, 5)),
 )
 """Each knows a third of the short tasks."""
-_LATE = (MemberKind("first", 7), MemberKind("late", 1, first_round=19))
-_AHEAD = (MemberKind("strong", 2), MemberKind("weak", 6, first_round=19))
+_LATE = (MemberKind("first", 7), MemberKind("late", 1, first_round=13))
+_AHEAD = (MemberKind("strong", 2), MemberKind("weak", 6, first_round=13))
 _SLOW = (MemberKind("usual", 4), MemberKind("slow", 4, interval_rounds=4))
 
 SHAPED = _training(correction="shaped+opsm")
 READERS_BASELINE: Settings = {"sharing": {"baseline": "reader"}}
 COMMON_TASKS: Settings = {"sharing": {"common_tasks": 0.25}}
-
-MERGING: Settings = {"merging": {"enabled": True, "interval_s": 16.0, "gate_tasks": 0}}
-"""With one partner every second round of eight members, whose turns take a second each. Without the gate, whose answers would
-have to be counted: partners are honest here."""
 
 _SHORT = 0.4
 """Rounds of arms that train on at least three times as many groups of others as own ones."""
@@ -146,18 +149,18 @@ ARMS = {
         SharingArm("8/all, both", ALL, settings=overlaid(SHAPED, READERS_BASELINE), part_of_rounds=_SHORT),
         SharingArm("8/all, common tasks", ALL, settings=COMMON_TASKS, part_of_rounds=_SHORT),
         SharingArm("8/all, hints", ALL, hinted_share=1 / 4, part_of_rounds=_SHORT),
-        SharingArm("merging", settings=MERGING),
-        SharingArm("8/8, merging", 8, settings=MERGING),
-        SharingArm("8/24, merging", 24, settings=MERGING, part_of_rounds=_SHORT),
-        SharingArm("8/all, merging", ALL, settings=MERGING, part_of_rounds=_SHORT),
+        SharingArm("merging", merge_interval_rounds=2),
+        SharingArm("8/8, merging", 8, merge_interval_rounds=2),
+        SharingArm("8/24, merging", 24, merge_interval_rounds=2, part_of_rounds=_SHORT),
+        SharingArm("8/all, merging", ALL, merge_interval_rounds=2, part_of_rounds=_SHORT),
         SharingArm("8/all of 2", ALL, num_members=2, tuned_as="8/all"),
         SharingArm("8/all of 4", ALL, num_members=4, tuned_as="8/all"),
         SharingArm("8/all of 16", ALL, num_members=16, tuned_as="8/all", part_of_rounds=0.3),
         SharingArm("specialists alone", kinds=_SPECIALISTS, tuned_as=SILO, part_of_rounds=1.0),
         SharingArm("specialists, 8/all", ALL, kinds=_SPECIALISTS, tuned_as="8/all"),
-        SharingArm("one late, 8/all", ALL, kinds=_LATE, tuned_as="8/all"),
-        SharingArm("six weak, 8/all", ALL, kinds=_AHEAD, tuned_as="8/all"),
-        SharingArm("four slow, 8/all", ALL, kinds=_SLOW, tuned_as="8/all"),
+        SharingArm("one late, 8/all", ALL, kinds=_LATE, tuned_as="8/all", part_of_rounds=0.8),
+        SharingArm("six weak, 8/all", ALL, kinds=_AHEAD, tuned_as="8/all", part_of_rounds=0.8),
+        SharingArm("four slow, 8/all", ALL, kinds=_SLOW, tuned_as="8/all", part_of_rounds=0.8),
         SharingArm(ORACLE, is_oracle=True, part_of_rounds=0.3),
     )
 }

@@ -25,10 +25,10 @@ class SharingPlan:
     arms: tuple[SharingArm, ...]
     seeds: tuple[int, ...]
     regime: Regime = "short"
-    lr_factors: tuple[float, ...] = (0.7, 1.0, 1.4, 2.0)
+    lr_factors: tuple[float, ...] = (1.0, 1.4, 2.0)
     """Learning rates that are tried, as multiples of the default. With one nothing is tuned."""
     num_members: int = 8
-    num_rounds: int = 60
+    num_rounds: int = 40
     """Of silos; see `rounds_of`."""
     groups_per_round: int = 8
     group_size: int = 8
