@@ -39,6 +39,9 @@ class SharingSection(Section):
     common_tasks: Fraction = 0.0
     """Share of the tasks of a round that all nodes of the swarm draw alike, so that answers of several nodes to one prompt are
     compared with each other. All nodes of a swarm must have it above 0, or none. 0: off."""
+    solved_groups: bool = False
+    """Publish and take groups in which every answer is right, too. With baseline = "reader" a node that seldom succeeds learns
+    from them; compared with their own group they teach nothing. All nodes of a swarm must have it, or none."""
     pool_max_groups: PositiveInt = 512
     """Largest number of groups in the experience pool. The oldest are removed first."""
     max_group_size: PositiveInt = 64

@@ -205,7 +205,11 @@ def _decided(
             "sources": [_source(task, task_files.get(task.source_name), reward_files) for task in manifest.tasks],
         },
         "network": {"gossip": manifest.gossip} if manifest.gossip else {},
-        "sharing": {**manifest.limits.model_dump(exclude_none=True), "common_tasks": manifest.common_tasks or 0.0},
+        "sharing": {
+            **manifest.limits.model_dump(exclude_none=True),
+            "common_tasks": manifest.common_tasks or 0.0,
+            "solved_groups": manifest.solved_groups is True,
+        },
     }
 
 

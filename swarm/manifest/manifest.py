@@ -170,6 +170,8 @@ class Manifest(Section):
     """As `tasks.held_out_share`. Without it nothing is held out but streams and rows, as older software does."""
     common_tasks: Annotated[float, Field(gt=0, le=1)] | None = None
     """As `sharing.common_tasks`. Without it there are none. Older software, which would take them for copies, refuses it."""
+    solved_groups: Literal[True] | None = None
+    """As `sharing.solved_groups`. Older software, in which such groups count against their author, refuses it."""
     tasks: Annotated[tuple[ManifestTask, ...], Field(min_length=1, max_length=64)]
 
     @field_validator("founder")
@@ -292,7 +294,7 @@ def changes(known: Manifest, later: Manifest) -> list[str]:
     lines = [f"task {name} is new: {new[name]}" for name in new if name not in old]
     lines += [f"task {name} is removed" for name in old if name not in new]
     lines += [f"task {name}: {old[name]} → {new[name]}" for name in new if name in old and old[name] != new[name]]
-    for name in ("bases", "lineages", "gossip", "silo", "limits", "held_out_share", "common_tasks"):
+    for name in ("bases", "lineages", "gossip", "silo", "limits", "held_out_share", "common_tasks", "solved_groups"):
         before, after = (getattr(one, name) for one in (known, later))
         if before != after:
             lines.append(f"{name}: {_described(before)} → {_described(after)}")

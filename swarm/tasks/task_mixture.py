@@ -238,8 +238,12 @@ class CommonStreams:
     tasks in advance: see docs/security/rollouts.md. Safe from any thread.
     """
 
-    def __init__(self, swarm_id: str, clock: Callable[[], float], *, is_on: bool) -> None:
-        """`clock`: swarm time in seconds. Where it is not on, no task is a common one."""
+    def __init__(self, swarm_id: str, clock: Callable[[], float], *, is_on: bool, shares_solved: bool = False) -> None:
+        """`clock`: swarm time in seconds. Where it is not on, no task is a common one.
+
+        `shares_solved`: whether groups without a wrong answer are shared on all tasks (`sharing.solved_groups`).
+        """
+        self._shares_solved = shares_solved
         self._swarm_id = swarm_id
         self._clock = clock
         self._is_on = is_on
@@ -247,7 +251,8 @@ class CommonStreams:
     @classmethod
     def of(cls, config: SharingSection, swarm_id: str, clock: Callable[[], float]) -> Self:
         """As `sharing.common_tasks` says. A node that neither reads nor publishes has none."""
-        return cls(swarm_id, clock, is_on=config.common_tasks > 0 and (config.publish or config.swarm_groups > 0))
+        is_on = config.common_tasks > 0 and (config.publish or config.swarm_groups > 0)
+        return cls(swarm_id, clock, is_on=is_on, shares_solved=config.solved_groups)
 
     def current(self) -> int | None:
         """The seed of the stream to draw from now; None where there is none."""
@@ -260,9 +265,11 @@ class CommonStreams:
         return task.seed in _common_seeds(self._swarm_id, int((self._clock() + _CLOCK_SKEW_S) // COMMON_EPOCH_S))
 
     def is_worth_sharing(self, group: RolloutGroup) -> bool:
-        """Whether others may learn from a group: its rewards differ, or all are alike and above 0 on a common task, where the
-        answers of others may be worse."""
-        return group.has_reward_variance or (group.rollouts[0].reward > 0 and self.holds(group.task))
+        """Whether others may learn from a group: its rewards differ, or all are alike and above 0, where those of others may be
+        lower: on common tasks, and on all with `sharing.solved_groups`."""
+        if group.has_reward_variance:
+            return True
+        return group.rollouts[0].reward > 0 and (self._shares_solved or self.holds(group.task))
 
 
 def no_common_streams() -> CommonStreams:

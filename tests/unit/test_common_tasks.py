@@ -509,6 +509,24 @@ async def test_right_answers_without_signal_are_shared_on_common_tasks_alone() -
         assert reader.totals.rejected == {} and alice.totals.num_published == len(indices)
 
 
+async def test_groups_without_a_wrong_answer_are_shared_where_the_setting_says_so() -> None:
+    right, wrong = group("right", "right"), replace(group("wrong", "wrong"), task=task_of(index=1))
+    for solved_groups, count in ((True, 1), (False, 0)):
+        _, (alice, reader) = await peers(ALICE, READER, solved_groups=solved_groups, baseline="reader")
+        await alice.publish([right, wrong])
+        await reader.reader.poll()
+        assert len(reader.pool.draw(9, random.Random(0))) == count == alice.totals.num_published
+        assert reader.totals.rejected == {}
+
+
+def test_the_manifest_says_whether_solved_groups_are_shared() -> None:
+    content = {"bases": ["bundled"], "tasks": [{"kind": "reasoning_gym", "name": "chain_sum"}]}
+    for solved_groups in (None, True):
+        made = manifest.create(ALICE, "friends", PROTOCOL_VERSION, 1.8e9, solved_groups=solved_groups, **content)
+        read = manifest.parse(manifest.dump(made, ALICE).encode())
+        assert compose(read, {}, {"swarm": {"name": "friends"}}, {}).sharing.solved_groups == bool(solved_groups)
+
+
 def test_the_manifest_states_the_share_and_nobody_may_have_another() -> None:
     content = {"bases": ["bundled"], "tasks": [{"kind": "reasoning_gym", "name": "chain_sum"}]}
     for share in (None, 0.25):

@@ -102,7 +102,7 @@ def checked_config(
 
 
 def manifest_content(config: "Config") -> dict[str, Any]:
-    """Tasks, what of them is held out or common, limits and gossip of a manifest, in its shape."""
+    """Tasks, what of them is held out or common, what is shared, limits and gossip of a manifest, in its shape."""
     from swarm.manifest.joining import published_task
     from swarm.manifest.manifest import ManifestLimits
 
@@ -111,6 +111,7 @@ def manifest_content(config: "Config") -> dict[str, Any]:
     shares = {
         "held_out_share": config.tasks.held_out_share or None,
         "common_tasks": config.sharing.common_tasks or None,
+        "solved_groups": config.sharing.solved_groups or None,
     }
     return {"tasks": tasks, "limits": limits, "gossip": config.network.gossip, **shares}
 

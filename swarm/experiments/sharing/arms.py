@@ -126,6 +126,7 @@ _SLOW = (MemberKind("usual", 4), MemberKind("slow", 4, interval_rounds=4))
 
 SHAPED = _training(correction="shaped+opsm")
 READERS_BASELINE: Settings = {"sharing": {"baseline": "reader"}}
+SOLVED_GROUPS: Settings = {"sharing": {"baseline": "reader", "solved_groups": True}}
 COMMON_TASKS: Settings = {"sharing": {"common_tasks": 0.25}}
 
 _SHORT = 0.4
@@ -147,6 +148,7 @@ ARMS = {
         SharingArm("8/all, shaped", ALL, settings=SHAPED, part_of_rounds=_SHORT),
         SharingArm("8/all, reader's baseline", ALL, settings=READERS_BASELINE, part_of_rounds=_SHORT),
         SharingArm("8/all, both", ALL, settings=overlaid(SHAPED, READERS_BASELINE), part_of_rounds=_SHORT),
+        SharingArm("8/all, solved groups", ALL, settings=SOLVED_GROUPS, part_of_rounds=_SHORT),
         SharingArm("8/all, common tasks", ALL, settings=COMMON_TASKS, part_of_rounds=_SHORT),
         SharingArm("8/all, hints", ALL, hinted_share=1 / 4, part_of_rounds=_SHORT),
         SharingArm("merging", merge_interval_rounds=2),
@@ -158,6 +160,13 @@ ARMS = {
         SharingArm("8/all of 16", ALL, num_members=16, tuned_as="8/all", part_of_rounds=0.3),
         SharingArm("specialists alone", kinds=_SPECIALISTS, tuned_as=SILO, part_of_rounds=1.0),
         SharingArm("specialists, 8/all", ALL, kinds=_SPECIALISTS, tuned_as="8/all"),
+        SharingArm(
+            "specialists, solved groups",
+            ALL,
+            kinds=_SPECIALISTS,
+            settings=SOLVED_GROUPS,
+            tuned_as="8/all, solved groups",
+        ),
         SharingArm("one late, 8/all", ALL, kinds=_LATE, tuned_as="8/all", part_of_rounds=0.8),
         SharingArm("six weak, 8/all", ALL, kinds=_AHEAD, tuned_as="8/all", part_of_rounds=0.8),
         SharingArm("four slow, 8/all", ALL, kinds=_SLOW, tuned_as="8/all", part_of_rounds=0.8),
