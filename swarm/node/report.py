@@ -321,7 +321,7 @@ class NodeReport:
             row["round"], row["rollout/reward_mean"], row["train/own_groups"], row["train/swarm_groups"],
             row["rollout/tokens_per_s"], counted(self._num_peers, "peer"),
             f", {row['merge/merges_total']} merges" if "merge/merges_total" in row else "",
-            f", {counted(row['rollout/failed_tasks'], 'task')} failed" if row["rollout/failed_tasks"] else "",
+            f", {counted(row['rollout/failed_tasks'], 'task')} failed" if row.get("rollout/failed_tasks") else "",
         )  # fmt: skip
 
     def _health(self) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def test_run_eval_sample_and_export_work_on_one_folder(tmp_path: Path) -> None:
     assert 0 <= json.loads(evaluated.stdout)["reward_mean"] <= 1
     sampled = swarm("sample", "--dir", "n", cwd=tmp_path, stdin="1 + 1 =\nagain\n")
     assert len(sampled.stdout.splitlines()) == 2, sampled.stderr
-    tried = swarm("sample", "--dir", "n", "--tasks", "1", cwd=tmp_path)
+    tried = swarm("sample", "--dir", "n", "--tasks", "1", "--show-prompt", cwd=tmp_path)
     assert len(re.findall(r"^  → .*\(reward \d\.\d\d\)$", tried.stdout, re.M)) == 6, tried.stdout
     for form, what in (("merged", "model"), ("adapter", "adapter")):
         exported = swarm("export", form, "--dir", "n", "--format", form, cwd=tmp_path)

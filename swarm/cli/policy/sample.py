@@ -39,7 +39,7 @@ def sample(
     seed: int = typer.Option(0, min=0, help="The same seed gives the same answers."),
     base: bool = typer.Option(False, "--base", help="Sample from the base without its adapter."),
     show_prompt: bool = typer.Option(
-        False, "--show-prompt", help="Print one prompt of every task source as the policy reads it, and end."
+        False, "--show-prompt", help="Print one prompt of every task source as the policy reads it, first or alone."
     ),
 ) -> None:
     """Sample answers to one prompt, or to one prompt per line until Ctrl-D.
@@ -62,7 +62,8 @@ def sample(
     resolved = load_config(config_arguments(config, folder), _OPTIONS)
     if show_prompt:
         _show_prompts(resolved)
-        return
+        if not (prompt or tasks):
+            return
     from swarm.engine.engine import AnswerRequest
     from swarm.engine.make_engine import make_engine
     from swarm.engine.sampling import Sampling
