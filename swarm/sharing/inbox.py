@@ -153,9 +153,13 @@ class Inbox:
         """
         is_repeated = self._backoff.has_failed(header.author)
         self._backoff.failed(header.author, pause_s)
+        self.take_back(header)
+        return is_repeated
+
+    def take_back(self, header: Header) -> None:
+        """Offer a header again that was picked and not pulled, which is not the author's fault."""
         self._tracker.shares.put_back(header)
         self._candidates.add(header.author, _key(header), header)
-        return is_repeated
 
     def _drop_old(self) -> None:
         """Remove candidates that are too old, or whose author is banned or has a much newer policy by now."""

@@ -244,6 +244,9 @@ class Reader:
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
+            for task, header in pulls.items():
+                if task.cancelled():  # an error elsewhere has ended this round; the next one pulls it
+                    self._inbox.take_back(header)
 
     async def _first_news(self, under_way: Collection[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
         """Return the tasks that ended. The set is empty if a header came in first, or nothing happened for a poll interval."""

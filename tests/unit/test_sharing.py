@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.config import NetworkSection, SharingSection
-from swarm.errors import RequestError
+from swarm.errors import NetworkError, RequestError
 from swarm.limits.peer_backoff import BUSY_PAUSE_S, UNREACHED_PAUSE_S
 from swarm.network.context import NodeContext
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
@@ -97,6 +97,34 @@ async def test_published_groups_reach_the_pool_of_a_reader() -> None:
     drawn = reader.pool.draw(9, random.Random(0))
     assert sorted(drawn, key=lambda g: g.task.index) == sent
     assert reader.totals.num_groups_admitted == 3
+
+
+async def test_a_sweep_that_fails_loses_no_body_that_is_being_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (alice, reader) = await peers(ALICE, READER)
+    await alice.publish([group(index=0)])
+    pulling = asyncio.Event()
+    request, load = reader.transport.request, reader.transport.load
+
+    async def never_answer(*arguments: object, **settings: object) -> bytes:
+        pulling.set()
+        return await asyncio.Event().wait() and b""
+
+    async def load_once_more(key: str) -> dict[str, bytes]:
+        entries = await load(key)
+        if entries:  # the header is known by now
+            await pulling.wait()
+            raise NetworkError("the network is down")
+        return entries
+
+    monkeypatch.setattr(reader.transport, "request", never_answer)
+    monkeypatch.setattr(reader.transport, "load", load_once_more)
+    reader.reader._inbox.take_entry(*next(iter((await load(experience_key(SWARM_ID, WHOLE_SWARM, NOW))).items())))
+    with pytest.raises(NetworkError):
+        await asyncio.wait_for(reader.reader.poll(), 5)
+    monkeypatch.setattr(reader.transport, "request", request)
+    monkeypatch.setattr(reader.transport, "load", load)
+    await asyncio.wait_for(reader.reader.poll(), 5)
+    assert reader.totals.num_groups_admitted == 1
 
 
 async def test_an_observer_is_shown_all_groups_of_admitted_bodies_and_the_bodies_that_were_refused() -> None:
