@@ -8,8 +8,9 @@ which of the two is the original: the later group is left out, which is a hint a
 nothing, and any number of them may repeat an honest author's answers, so such hints count once against each body.
 
 Common tasks (`CommonStreams`) belong to nobody: many authors answer each of them, and short answers are equal by chance. There
-an answer that two groups share surprises less the more answers they have to compare. An author that sends the same answers to
-a common task twice repeats itself as elsewhere.
+an answer that two groups share surprises less the more answers they have to compare. Long answers are not equal by chance,
+whatever the later author claims about them. An author that sends the same answers to a common task twice repeats itself as
+elsewhere.
 """
 
 import hashlib
@@ -30,6 +31,8 @@ MIN_SURPRISE_NATS = 40.0
 
 E^-40 never happens by chance.
 """
+_MIN_SHARED_TOKENS = 128
+"""On a common task a group is a copy if at least half of its answers are in an earlier one, and these have so many tokens."""
 _MAX_PROMPTS = 4096
 _GROUPS_PER_PROMPT = 8
 
@@ -56,6 +59,8 @@ class _Seen:
     """Sorted fingerprints of the texts, repeated ones too."""
     surprise: dict[bytes, float]
     """{fingerprint: -log-prob in nats, as claimed, of the likeliest time it was sampled}"""
+    num_tokens: dict[bytes, int]
+    """{fingerprint: number of tokens}"""
 
 
 class CopyWatch:
@@ -128,6 +133,8 @@ class CopyWatch:
             raise InvalidRecord(Rejection.COPIED, f"a task of another's stream with answers of {earlier.body.author}")
         elif is_same_task and not group.is_common and not earlier.is_own_stream:
             self._blame(earlier.body.author, Rejection.COPIED)
+        elif is_same_task and group.is_common and _shares_long_answers(group, earlier):
+            raise InvalidRecord(Rejection.REPLAY, f"long answers to a common task that {earlier.body.author} has sent")
         elif _surprise(group, earlier) >= MIN_SURPRISE_NATS:
             if earlier.is_original:
                 raise InvalidRecord(Rejection.COPIED, f"answers of {earlier.body.author}, which chance does not repeat")
@@ -136,15 +143,17 @@ class CopyWatch:
 
     def _described(self, group: RolloutGroup, body: _Body, *, is_original: bool = False) -> _Seen:
         surprise: dict[bytes, float] = {}
+        num_tokens: dict[bytes, int] = {}
         answers = []
         for rollout in group.rollouts:
             written = "\x1e".join(rollout.answers)
             text = hashlib.blake2b(written.encode("utf-8", "surrogatepass"), digest_size=8).digest()
             nats = -sum(rollout.logprobs)
             surprise[text] = min(nats, surprise.get(text, nats))
+            num_tokens[text] = len(rollout.token_ids)
             answers.append(text)
         is_own, is_common = self._owns_stream(group.author, group.task.seed), self._is_common(group.task)
-        return _Seen(body, group.task, is_own, is_common, is_original, tuple(sorted(answers)), surprise)
+        return _Seen(body, group.task, is_own, is_common, is_original, tuple(sorted(answers)), surprise, num_tokens)
 
     def _remember(self, digest: str, group: _Seen) -> None:
         of_prompt = self._seen.get(digest) or deque(maxlen=_GROUPS_PER_PROMPT)
@@ -172,3 +181,10 @@ def _surprise(group: _Seen, earlier: _Seen) -> float:
     chance = math.log(len(group.answers) * len(earlier.answers)) if group.is_common else 0.0
     shared = [min(nats, earlier.surprise[text]) for text, nats in group.surprise.items() if text in earlier.surprise]
     return sum(max(0.0, nats - chance) for nats in shared) if group.is_common else sum(shared)
+
+
+def _shares_long_answers(group: _Seen, earlier: _Seen) -> bool:
+    """Whether both have several different answers that are long. On a common task nobody owns the stream, and who copies may
+    claim that its answers surprise nobody, but cannot claim that they are short."""
+    shared = [num for text, num in group.num_tokens.items() if text in earlier.num_tokens]
+    return len(shared) > 1 and sum(shared) >= _MIN_SHARED_TOKENS

@@ -34,7 +34,8 @@ class RolloutsSection(Section):
     over_provision: Annotated[float, Field(ge=1, le=4)] = 1.0
     """Begin this many times groups_per_round groups, stop when groups_per_round are complete, continue the rest later (APRIL)."""
     hints: NonNegativeInt = 0
-    """Groups of a round, beyond groups_per_round, whose answers begin with a part of a peer's right answer. 0: none."""
+    """Groups of a round, beyond groups_per_round, whose answers begin with a part of a peer's right answer. Sources whose
+    verifier needs a process, such as reasoning_gym, give hints with tasks.sandboxed only. 0: none."""
     prune: bool = False
     """Drop answers early whose reward is foreseeable, so that more groups are half right, half wrong (ARRoL, 2603.24840)."""
     prune_interval_tokens: PositiveInt = 4

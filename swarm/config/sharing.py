@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from swarm.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from swarm.types import USUAL_ANSWER_TOKENS
@@ -62,3 +62,12 @@ class SharingSection(Section):
     success_quantile: Fraction = 0.5
     """An answer of a peer counts as a success from this quantile of the best rewards of own groups on, per task source. 0:
     off."""
+
+    @model_validator(mode="after")
+    def _solved_groups_have_a_baseline(self) -> "SharingSection":
+        if self.solved_groups and self.baseline != "reader":
+            raise ValueError(
+                f'sharing.solved_groups needs sharing.baseline = "reader", got {self.baseline}: beside each other, right answers '
+                "teach nothing; set that too, or remove solved_groups"
+            )
+        return self

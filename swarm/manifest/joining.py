@@ -208,7 +208,7 @@ def _decided(
         "sharing": {
             **manifest.limits.model_dump(exclude_none=True),
             "common_tasks": manifest.common_tasks or 0.0,
-            "solved_groups": manifest.solved_groups is True,
+            **({"solved_groups": True, "baseline": "reader"} if manifest.solved_groups else {"solved_groups": False}),
         },
     }
 

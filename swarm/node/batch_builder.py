@@ -227,8 +227,13 @@ class BatchBuilder:
                 tasks.append(task)
                 siblings = self.common.siblings(group)
                 offered.append(ForeignGroup(task.prompt, group, level.reward, task.context, baseline, siblings))
-        converted = zip(tasks, self._converter.foreign_groups(offered), strict=True)
-        return [_weighted(group, task) for task, group in converted if group is not None]
+        found: list[TrainingGroup] = []
+        for task, one, converted in zip(tasks, offered, self._converter.foreign_groups(offered), strict=True):
+            if converted is not None:
+                found.append(_weighted(converted, task))
+            elif self._is_common(task.ref):
+                self.common.forget(one.group)
+        return found
 
     def _comparable(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Those that have signal beside what is known; groups on common tasks all of whose answers are right wait for that."""
@@ -244,7 +249,8 @@ class BatchBuilder:
         waiting = [group for group in common if not self.common.has_signal(group)]
         for group in waiting:
             self.common.hold(group, is_own=False)
-        return [group for group in groups if group not in waiting]
+        left_out = {id(group) for group in waiting}
+        return [group for group in groups if id(group) not in left_out]
 
     def _again(self, group: RolloutGroup) -> TrainingGroup | None:
         task, group = self._rebuilt(group)
@@ -255,10 +261,12 @@ class BatchBuilder:
         return _weighted(converted, task)
 
     def _task_of_one_turn(self, ref: TaskRef) -> Task | None:
-        """The task; None where it has an environment, is held out, or no longer exists."""
+        """The task; None where it has an environment, is held out, no longer exists, or is scored in the node although its
+        verifier needs a process: a part of a stranger's answer is a text that no process has seen yet."""
         try:
             task = self._mixture.rebuild(ref)
-            return None if task.begin is not None or self._mixture.is_held_out(task) else task
+            is_of_one_turn = task.begin is None and self._mixture.may_score_strangers(ref.source)
+            return task if is_of_one_turn and not self._mixture.is_held_out(task) else None
         except (UnknownTask, TaskFailure):
             return None
 

@@ -51,7 +51,8 @@ Publish = Callable[[Sequence[RolloutGroup]], None]
 _ROUND_FACTS = ("round", "policy_version", "rollout/reward_mean", "train/own_groups", "train/swarm_groups")
 
 
-_MAX_UNSCORED_ROUNDS = 3
+_MAX_UNSCORED_ROUNDS = 10
+"""A run ends after so many rounds in a row in which no answer could be scored."""
 
 
 def publish_nothing(groups: Sequence[RolloutGroup]) -> None:
@@ -170,7 +171,6 @@ class Learner:
         # metrics
         self._health = HealthWatch()
         self._totals: Counter[str] = Counter()
-        self._has_scored = False
         self._num_unscored_rounds = 0
         """Since the last one of which something was scored."""
         self.round = 0
@@ -199,12 +199,13 @@ class Learner:
         return self._metrics(rollouts, hinted, batch, report, timer)
 
     def _check_scored(self, rollouts: RolloutBatch) -> None:
-        """Raise TaskError where nothing can be scored: in the first rounds of a process at once, later after a few rounds."""
+        """Raise TaskError where nothing can be scored: in the first round of a run at once, later after several in a row, since
+        a judge or an environment may be away for a while."""
         if rollouts.groups:
-            self._has_scored, self._num_unscored_rounds = True, 0
+            self._num_unscored_rounds = 0
         elif rollouts.failures:
             self._num_unscored_rounds += 1
-            if not self._has_scored or self._num_unscored_rounds >= _MAX_UNSCORED_ROUNDS:
+            if not self.round or self._num_unscored_rounds >= _MAX_UNSCORED_ROUNDS:
                 sources = ", ".join(sorted(rollouts.failures))
                 raise TaskError(
                     f"the answers to some task of a round must be scored, got failures alone, of {sources}; the warnings "

@@ -48,7 +48,7 @@ def rollout_row(rollouts: RolloutBatch, duration_s: float, hinted: RolloutBatch)
         "rollout/stale_tokens": rollouts.num_stale_tokens,
         "rollout/answers": sum(len(group.rollouts) for group in groups),
         "rollout/groups_with_signal": sum(group.has_reward_variance for group in groups),
-        "rollout/failed_tasks": sum(rollouts.failures.values()) + sum(hinted.failures.values()),
+        "rollout/failed_tasks": sum(rollouts.failures.values()),
         "rollout/too_long_prompts": sum(rollouts.too_long.values()),
         **mean_reward_signals(groups),
     }
@@ -59,6 +59,7 @@ def hinted_row(hinted: RolloutBatch) -> MetricsRow:
     groups = hinted.groups
     return {
         "rollout/hinted_groups": len(groups),
+        "rollout/failed_hints": sum(hinted.failures.values()),
         "rollout/hinted_groups_with_signal": sum(group.has_reward_variance for group in groups),
         "rollout/hinted_reward_mean": sum(g.mean_reward for g in groups) / len(groups) if groups else None,
     }

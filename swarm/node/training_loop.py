@@ -79,7 +79,7 @@ class TrainingRun:
             self._evaluate("end")
         self._report.record({"kind": "end", "reason": done or "interrupted", "round": learner.round})
         logger.info(
-            "%s after round %d, which is saved; what it has learned: swarm report %s",
+            "%s after round %d; what it has learned: swarm report %s",
             f"ended as {_SETTINGS[done]} says," if done else "stopped", learner.round, self._folder.path,
         )  # fmt: skip
         self._report.phase = "ended"

@@ -277,7 +277,8 @@ def encode_body(groups: Sequence[RolloutGroup]) -> bytes:
     """Encode groups of one author, lineage and policy version. The author is inside, so nobody else can announce the
     body.
     """
-    assert not any(rollout.num_given for group in groups for rollout in group.rollouts), "hinted answers stay private"
+    if any(rollout.num_given for group in groups for rollout in group.rollouts):
+        raise ValueError("answers that begin with a hint must stay private, got one to send; report this")
     packed = pack([PROTOCOL_VERSION, groups[0].author, [_group_fields(group) for group in groups]])
     return zstandard.ZstdCompressor(level=3, write_content_size=True).compress(packed)
 

@@ -200,13 +200,13 @@ class PeerTracker:
         """Note admitted `groups`. `level`: what a group of a source must reach to count as a success here.
 
         Own groups without a success are normal. What counts against an author is how much more often its groups lack one. Groups
-        without differing rewards do not count: whoever chose the easiest common tasks would make up for others with them.
+        of right answers alone do not count: whoever chose the easiest common tasks would make up for others with them.
         """
         for group in groups:
-            if not group.has_reward_variance:
-                continue
             expected = level(group.task.source)
             lacks_one = not has_success(group, expected)
+            if not group.has_reward_variance and not lacks_one:
+                continue
             surplus, num_groups = self._lacking.get(group.author) or (0.0, 0.0)
             surplus = _GROUP_MEMORY * surplus + lacks_one - expected.lack
             num_groups = _GROUP_MEMORY * num_groups + 1

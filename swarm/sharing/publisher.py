@@ -55,7 +55,8 @@ class Publisher:
     async def publish(self, groups: Sequence[RolloutGroup]) -> None:
         """Gossip the groups with signal, in as many records as their size needs; `enter_next` enters these in the index.
 
-        Groups on common tasks are gossiped, too, where all answers are equally right, as the node's own level of success has it.
+        Groups whose answers are all equally right, as the node's own level of success has it, are gossiped, too, on common tasks
+        and with `sharing.solved_groups`.
         """
         useful = [group for group in groups if self._is_useful(group)]
         for start in range(0, len(useful), MAX_GROUPS_PER_BODY):

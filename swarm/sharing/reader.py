@@ -188,6 +188,8 @@ class Reader:
         self._admission = admission
         self._pool = pool
         self._topic: str | None = None
+        self._being_checked: set[Header] = set()
+        """Headers whose bodies are there; their checks go on in a thread, whatever becomes of the task that waits for them."""
         self._pace = SweepPace(network.poll_interval_s, context.clock)
         self._inbox = Inbox(sharing, context, parts.totals, admission=admission, pool=pool, tracker=tracker, rng=rng)
         self._fetcher = BodyFetcher(network, context, rng, answered=self._inbox.answered)
@@ -240,13 +242,14 @@ class Reader:
                     task.result()
                 self._follow_shard()
         finally:
+            # an error elsewhere may have ended this: the next round pulls what was not being checked yet
+            for task, header in pulls.items():
+                if not task.done() and header not in self._being_checked:
+                    self._inbox.take_back(header)
             left = [*pulls] if sweep is None else [*pulls, sweep]
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
-            for task, header in pulls.items():
-                if task.cancelled():  # an error elsewhere has ended this round; the next one pulls it
-                    self._inbox.take_back(header)
 
     async def _first_news(self, under_way: Collection[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
         """Return the tasks that ended. The set is empty if a header came in first, or nothing happened for a poll interval."""
@@ -290,9 +293,16 @@ class Reader:
 
     async def _pull(self, header: Header) -> None:
         """Fetch and admit one body."""
+        try:
+            await self._fetch_and_admit(header)
+        finally:
+            self._being_checked.discard(header)
+
+    async def _fetch_and_admit(self, header: Header) -> None:
         body: bytes | None = None
         try:
             body = await self._fetcher.fetch(header)
+            self._being_checked.add(header)
             async with self._tracker.turns.turn(header.author):
                 groups = await asyncio.to_thread(self._admission.admit_body, header, body)
         except TryLater as error:

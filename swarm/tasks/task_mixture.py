@@ -77,6 +77,9 @@ class TaskMixture:
         self._held_out = {
             name: HeldOut(source, config.held_out_share, self._leave_out) for name, source in self.sources.items()
         }
+        self._safe_for_strangers = {
+            section.source_name for section in config.sources if section in sandboxed or not needs_process(section)
+        }
         if not self.sources:
             raise TaskError(NONE_WORKS + "; ".join(self.broken.values()))
         for name, reason in self.broken.items():
@@ -142,6 +145,10 @@ class TaskMixture:
     def held_out(self, tasks_per_source: int) -> list[Task]:
         """At most so many tasks of every source for evaluation; the same on every node, and none that anybody trains on."""
         return [task for rule in self._held_out.values() for task in rule.tasks(tasks_per_source)]
+
+    def may_score_strangers(self, source: str) -> bool:
+        """Whether its tasks may score texts of strangers: they have a process for it, or need none."""
+        return source in self._safe_for_strangers
 
     def is_held_out(self, task: Task) -> bool:
         """Whether nobody may train on the prompt of a task. One of another mixture is compared with all sources here."""

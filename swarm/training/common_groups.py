@@ -46,7 +46,11 @@ class _Waiting:
 
 
 class CommonGroups:
-    """The groups on common tasks of the last rounds. It belongs to the compute thread and is part of every checkpoint."""
+    """The groups on common tasks of the last rounds. It belongs to the compute thread.
+
+    It is part of every checkpoint, but for groups of others that wait: like the pool they are a cache, and their token ids may be
+    those of another tokenizer.
+    """
 
     def __init__(self) -> None:
         self._round = 0
@@ -82,12 +86,20 @@ class CommonGroups:
         others = [rewards for author, rewards in task.rewards.items() if author != group.author]
         return tuple(rewards[place] for rewards in others for place in spread(len(rewards), most))
 
+    def forget(self, group: RolloutGroup) -> None:
+        """Take back the note of another author's group, as it turned out that nothing of it is trained on."""
+        task = self._tasks.get(group.task)
+        if task is not None:
+            task.rewards.pop(group.author, None)
+
     def has_signal(self, group: RolloutGroup) -> bool:
         """Whether the rewards of the group and of its siblings differ."""
         return len({*(rollout.reward for rollout in group.rollouts), *self.siblings(group)}) > 1
 
     def hold(self, group: RolloutGroup, *, is_own: bool) -> None:
-        """Let a group without signal wait for answers of others. Where too many wait, the oldest goes."""
+        """Let a group without signal wait for answers of others, once. Where too many wait, the oldest goes."""
+        if any((one.group.task, one.group.author) == (group.task, group.author) for one in self._waiting):
+            return
         self._waiting.append(_Waiting(group, is_own, self._round))
         alike = [one for one in self._waiting if one.is_own == is_own]
         if len(alike) > _MAX_WAITING:
@@ -101,7 +113,7 @@ class CommonGroups:
         return [one.group for one in ready]
 
     def state(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """What a checkpoint keeps, for JSON."""
         return {
             "round": self._round,
             "tasks": [
@@ -114,7 +126,9 @@ class CommonGroups:
                 for ref, task in self._tasks.items()
             ],
             "waiting": [
-                {"group": group_state(one.group), "is_own": one.is_own, "since": one.since} for one in self._waiting
+                {"group": group_state(one.group), "is_own": True, "since": one.since}
+                for one in self._waiting
+                if one.is_own
             ],
         }
 

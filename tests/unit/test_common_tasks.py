@@ -271,6 +271,23 @@ def test_what_chance_does_not_repeat_is_a_copy_on_a_common_task_too() -> None:
     assert reason_of(watch, answers(MALLORY_ID, *texts, nats=enough)) is Rejection.COPIED
 
 
+def test_long_answers_of_another_author_are_a_copy_whatever_their_log_probs_are_claimed_to_be() -> None:
+    blamed: list[tuple[str, Rejection]] = []
+    watch = watch_of(blamed)
+    texts = tuple("".join(random.Random(number).choices("abcdefgh", k=80)) for number in range(4))
+    assert reason_of(watch, answers(ALICE_ID, *texts, nats=0.5)) is None
+    assert reason_of(watch, answers(MALLORY_ID, *texts, nats=0.0)) is Rejection.REPLAY
+    assert not blamed, "who came first is not known"
+
+
+def test_flat_groups_of_failures_count_against_their_author_on_common_tasks_too() -> None:
+    honest, flat = (PeerTracker(ON, context_of()) for _ in range(2))
+    for index in range(8):
+        honest.judged([on_common(1, 1, index=index)], lambda source: SuccessLevel(1.0, 0.0))
+        flat.judged([on_common(0.1, 0.1, index=index)], lambda source: SuccessLevel(1.0, 0.0))
+    assert flat.reputation.trust(ALICE_ID) < honest.reputation.trust(ALICE_ID)
+
+
 def test_many_answers_are_equal_by_chance() -> None:
     """64 answers each, of 148 that are equally likely, which are five nats each."""
     words = [f"{a}{b}" for a in "abcdefghijklm" for b in "abcdefghijklm"][:148]
@@ -384,11 +401,30 @@ def test_memory_is_bounded_and_invented_tasks_go_first() -> None:
     for index in range(1, 1000):
         known.note(on_common(1, 1, index=index), is_own=False)
         known.hold(on_common(1, 1, index=index), is_own=False)
-        known.hold(mine, is_own=True)
+        known.hold(on_common(0, 0, index=index, author=READER_ID), is_own=True)
+        known.hold(on_common(0, 0, index=index, author=READER_ID), is_own=True)  # waits once
     assert len(known._tasks) == 256 and mine.task in known._tasks and len(known._waiting) == 64
     for _ in range(16):
         known.begin_round()
     assert not known._tasks and not known._waiting, "nothing waits for ever"
+
+
+def test_groups_of_others_that_wait_are_in_no_checkpoint() -> None:
+    """Their token ids may be of another tokenizer, and a checkpoint with such ids is refused."""
+    known = CommonGroups()
+    known.hold(on_common(1, 1, index=1), is_own=False)
+    known.hold(on_common(0, 0, index=2, author=READER_ID), is_own=True)
+    assert [one["group"]["author"] for one in known.state()["waiting"]] == [READER_ID]
+
+
+def test_what_nobody_trains_on_is_compared_with_nothing() -> None:
+    known = CommonGroups()
+    junk, mine = on_common(1, 1), on_common(0, 0, author=READER_ID)
+    known.note(mine, is_own=True)
+    known.note(junk, is_own=False)
+    assert known.has_signal(mine)
+    known.forget(junk)
+    assert not known.has_signal(mine) and known.siblings(mine) == ()
 
 
 def test_what_is_remembered_survives_a_checkpoint() -> None:

@@ -271,7 +271,11 @@ def config_of(hints: int = 2, sharing: Mapping[str, object] = {}, **sections: An
 
 
 def make_learner(
-    config: Config, published: list[RolloutGroup] | None = None, shown: list[RolloutGroup] | None = None
+    config: Config,
+    published: list[RolloutGroup] | None = None,
+    shown: list[RolloutGroup] | None = None,
+    *,
+    sandboxed: bool = True,
 ) -> Learner:
     policy = load_policy(config.policy, device="cpu")
 
@@ -284,7 +288,10 @@ def make_learner(
 
     ports = SwarmPorts(publish=(published if published is not None else []).extend, observer=Observer())  # type: ignore[arg-type]
     pool = ExperiencePool(":memory:", config.sharing, Clock())
-    backend, mixture = local_backend(config, policy, "me"), TaskMixture(config.tasks)
+    backend, mixture = (
+        local_backend(config, policy, "me"),
+        TaskMixture(config.tasks.model_copy(update={"sandboxed": sandboxed})),
+    )
     return Learner(config, backend, mixture=mixture, pool=pool, peer_id="me", ports=ports)
 
 
@@ -293,7 +300,7 @@ def peers_group(learner: Learner, number: int, author: str, text: str = "") -> R
     source = next(iter(learner._mixture.sources.values()))
     tasks = (source.task(40, index) for index in range(number * 50, 1 << 20))
     one = next(each for each in tasks if not learner._mixture.is_held_out(each))
-    right = next(guess for guess in map(str, range(-99, 400)) if one.verify(guess) == 1.0)
+    right = source.answer(one.ref.seed, one.ref.index)
 
     def answer(written: str, reward: float) -> Rollout:
         ids = (*learner.policy.encode_answer(written), learner.policy.eos_token_ids[0])
@@ -405,6 +412,17 @@ def test_groups_without_a_full_success_of_unknown_tasks_and_of_solved_sources_gi
     assert list(learner._batches.right_answers(random.Random(0))) == []
 
 
+def test_a_verifier_that_needs_a_process_and_has_none_gets_no_part_of_a_strangers_answer() -> None:
+    """What admission scored in a process was the whole answer; a part of it is another text."""
+    counts = []
+    for sandboxed in (True, False):
+        learner = make_learner(config_of(sharing={"likelihood_floor_quantile": 0.0}), sandboxed=sandboxed)
+        fill(learner, *with_longer_answers(learner))
+        make_hard(learner)
+        counts.append(len(list(learner._batches.right_answers(random.Random(0)))))
+    assert counts[0] > 0 == counts[1]
+
+
 def test_episodes_give_no_hint() -> None:
     game = {"kind": "game", "name": "guess_number", "parameters": {"highest": 9, "max_turns": 4}}
     config = config_of(sharing={"likelihood_floor_quantile": 0.0}, tasks={"sources": [{"name": "chain_sum"}, game]})
@@ -444,7 +462,7 @@ def test_no_record_holds_a_hinted_answer() -> None:
     one = group()
     hinted = replace(one, rollouts=tuple(replace(rollout, num_given=1) for rollout in one.rollouts))
     assert encode_body([one])
-    with pytest.raises(AssertionError, match="hinted answers stay private"):
+    with pytest.raises(ValueError, match="must stay private"):
         encode_body([hinted])
 
 

@@ -98,9 +98,8 @@ def test_a_reward_that_fails_with_every_answer_ends_the_node_and_says_where(
         learner.run_round()
     told = [record.message for record in caplog.records if "could not be scored" in record.message]
     assert len(told) == 1 and "number 1 of source mine: mine: reward function score: mine.py:5: KeyError" in told[0]
-    learner._has_scored = True  # as after a round that went well
-    learner._num_unscored_rounds = 0
-    for _ in range(2):
+    learner.round, learner._num_unscored_rounds = 1, 0  # as after a round that went well
+    for _ in range(9):
         assert learner.run_round()["rollout/failed_tasks"] == 3
     with pytest.raises(TaskError, match="got failures alone"):
         learner.run_round()

@@ -85,7 +85,8 @@ class SharingArm:
             "rollouts": {"groups_per_round": own},
             "sharing": {"own_groups": own, "swarm_groups": others, "publish": others > 0},
         }
-        hinted: Settings = {"rollouts": {"hints": hints}} if hints else {}  # without, cells keep their names
+        # hints need verifiers in processes
+        hinted: Settings = {"rollouts": {"hints": hints}, "tasks": {"sandboxed": True}} if hints else {}
         interval_s = float(self.merge_interval_rounds * members)  # each turn of a `LearnerSwarm` takes a second
         merging: Settings = (
             {"merging": {"enabled": True, "interval_s": interval_s, "gate_tasks": 0}} if interval_s else {}
