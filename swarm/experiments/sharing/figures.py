@@ -15,11 +15,10 @@ from typing import Any
 
 from swarm.experiments.cells import Result
 from swarm.experiments.sharing.arms import ARMS, ORACLE
+from swarm.experiments.sharing.plan import FINAL_EVALUATIONS
 from swarm.machine.safe_files import SHARED, replace_file
 from swarm.report.tables import Curves, Spread, Table, plot, write_report
 
-_WINDOW = 3
-"""Evaluations whose mean is a point of the curve."""
 SAMPLING_OVER_TRAINING = 4.0
 """What a token costs to sample over what it costs to train on, for `Curve.clock`: with large models 80 % of the time of RLHF goes
 into sampling (OpenRLHF, 2405.11143). It is taken from there, not measured here."""
@@ -49,7 +48,9 @@ class Curve:
         clock = [sampled + learned / SAMPLING_OVER_TRAINING for sampled, learned in zip(tokens, trained, strict=True)]
         rounds = result["evaluated"]
         points = range(len(rounds))
-        windows = [points[end - _WINDOW : end] for end in range(_WINDOW, len(rounds) + 1)] or [points]
+        windows = [points[end - FINAL_EVALUATIONS : end] for end in range(FINAL_EVALUATIONS, len(rounds) + 1)] or [
+            points
+        ]
         return cls(
             tuple(fmean(rewards[place] for place in window) for window in windows),
             tuple(fmean(tokens[rounds[place]] for place in window) for window in windows),

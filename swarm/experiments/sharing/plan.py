@@ -16,6 +16,8 @@ from swarm.experiments.sharing.arms import ARMS, SharingArm
 
 Regime = Literal["short", "reasoning"]
 TUNING_SEED = 1000
+FINAL_EVALUATIONS = 3
+"""At the end of a run; as many make a point of a curve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,20 @@ class SharingPlan:
 
 
 def tuned_factors(plan: SharingPlan, results: Sequence[Result]) -> dict[str, float]:
-    """{arm: the factor of its learning rate whose held-out reward was highest over the run}."""
+    """{arm: the best factor of its learning rate}. Of silos by the reward at the end, which is the target; of others over the run."""
     if len(plan.lr_factors) == 1:
         return {arm.name: plan.lr_factors[0] for arm in plan.arms}
     found: dict[str, float] = {}
     for arm in plan.arms:
         runs = [result for result in results if result["arm"] == (arm.tuned_as or arm.name)]
-        found[arm.name] = max(runs, key=mean_held_out)["lr_factor"] if runs else 1.0
+        measure = final_held_out if ARMS[arm.tuned_as or arm.name].is_silo else mean_held_out
+        found[arm.name] = max(runs, key=measure)["lr_factor"] if runs else 1.0
     return found
+
+
+def final_held_out(result: Result) -> float:
+    """Mean of the last evaluations of all members."""
+    return fmean(fmean(one["held_out"][-FINAL_EVALUATIONS:]) for one in result["members"])
 
 
 def mean_held_out(result: Result) -> float:
