@@ -71,7 +71,10 @@ class SharingPlan:
 
 
 def tuned_factors(plan: SharingPlan, results: Sequence[Result]) -> dict[str, float]:
-    """{arm: the best factor of its learning rate}. Of silos by the reward at the end, which is the target; of others over the run."""
+    """{arm: the best factor of its learning rate}
+
+    Of silos it is the one with the highest reward at the end, which is the target; of others that with the highest mean.
+    """
     if len(plan.lr_factors) == 1:
         return {arm.name: plan.lr_factors[0] for arm in plan.arms}
     found: dict[str, float] = {}
