@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -95,10 +95,11 @@ async def test_a_peer_that_stays_silent_is_hung_up_on_again_and_later_each_time(
         def peers(self) -> tuple[str, ...]:
             return ("peer",)
 
-        async def disconnect(self, peer_id: str) -> None:
+        async def disconnect(self, peer_id: str, streams: Sequence[object] = ()) -> None:
             hung_up.append(now[0])
 
     class Pubsub:
+        peers: ClassVar[dict[str, object]] = {}
         peer_topics: ClassVar[dict[str, set[str]]] = {TOPIC: {"peer"}}
 
     monkeypatch.setattr("swarm.network.libp2p.gossip.time.monotonic", lambda: now[0])

@@ -223,8 +223,10 @@ class Libp2pGossip:
         When a connection ends, py-libp2p forgets the subscriptions of its peer. Where another connection to that peer
         is still open, as after a change of address, the peer would never repeat them and receive nothing any more.
         """
-        connected, now = set(host.peers()), time.monotonic()
+        now = time.monotonic()
         topics = self._pubsub.peer_topics.values() if self._pubsub is not None else ()
+        streams = {str(peer_id): stream for peer_id, stream in self._pubsub.peers.items()} if self._pubsub else {}
+        connected = {*host.peers(), *streams}  # a stream may be on a connection that py-libp2p has forgotten
         subscribed = {str(peer_id) for peer_ids in topics for peer_id in peer_ids} & connected
         for peer_id in subscribed:
             self._hang_ups.pop(peer_id, None)
@@ -240,7 +242,7 @@ class Libp2pGossip:
                 )  # a peer that has left all topics has longer and longer peace
                 del self._silent_since[peer_id]
                 with contextlib.suppress(NetworkError):
-                    await host.disconnect(peer_id)
+                    await host.disconnect(peer_id, [streams[peer_id]] if peer_id in streams else [])
 
     async def _connect(self, host: Libp2pHost, peer_id: str, addresses: Addresses) -> None:
         try:

@@ -23,6 +23,7 @@ from swarm.network.libp2p.host_hardening import (
     Sightings,
     check_free,
     close_network,
+    hang_up,
     restrain,
 )
 from swarm.network.libp2p.inbound_limits import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, ConnectionGater, security_of
@@ -176,9 +177,9 @@ class Libp2pHost:
         finally:
             self._forget_unless_connected(info.peer_id)
 
-    async def disconnect(self, peer_id: str) -> None:
-        """Close all connections to a peer. Raises NetworkError."""
-        await self._ask(f"disconnect {peer_id}", self._host.disconnect, ID.from_base58(peer_id))
+    async def disconnect(self, peer_id: str, streams: Sequence[INetStream] = ()) -> None:
+        """Close all connections to a peer, and those beneath `streams`. Raises NetworkError."""
+        await self._ask(f"disconnect {peer_id}", hang_up, self._host, ID.from_base58(peer_id), streams)
 
     async def open_stream(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a raw stream to a connected peer, which the caller closes. Raises NetworkError."""

@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from swarm.errors import NetworkError
@@ -21,6 +21,7 @@ from swarm.network.libp2p.parts import (
     AutoConnector,
     IHost,
     INetConn,
+    INetStream,
     INetwork,
     INotifee,
     PeerIDMismatchesPubkey,
@@ -112,6 +113,39 @@ async def close_network(host: IHost) -> None:
         async with trio.open_nursery() as nursery:
             for part in (*network.listeners.values(), *network.get_connections()):
                 nursery.start_soon(_close, part)
+
+
+async def hang_up(host: IHost, peer_id: ID, streams: Sequence[INetStream] = ()) -> None:
+    """Close all connections to a peer, and those beneath `streams`, down to their sockets. In trio.
+
+    py-libp2p's own disconnect closes the connections that it finds, and then forgets all that the peer has by then. A peer that
+    dials again at once is connected on its side only, and its stream lives on without a connection here.
+    """
+    network: Any = host.get_network()
+    connections = network.get_connections(peer_id)
+    carriers: list[Any] = [*connections, *streams]
+    lines = [_socket_of(carrier.muxed_conn.secured_conn) for carrier in carriers]
+
+    async def cut_late() -> None:
+        await trio.sleep(CLOSE_TIMEOUT_S)
+        _cut(lines)
+
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cut_late)
+            for connection in connections:
+                network.cleanup_connection_health(peer_id, connection)
+                await connection.close()
+            nursery.cancel_scope.cancel()
+    finally:
+        _cut(lines)
+
+
+def _cut(lines: Sequence[Any]) -> None:
+    for line in lines:
+        if line is not None:
+            with contextlib.suppress(OSError):  # it is closed already
+                getattr(line, "socket", line).shutdown(socket.SHUT_RDWR)  # trio's stream has options and no shutdown
 
 
 async def _close(part: Any) -> None:
