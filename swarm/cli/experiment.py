@@ -16,14 +16,12 @@ import typer
 
 from swarm.cli.arguments import number_list, seed_list
 from swarm.errors import ConfigError, SwarmError
-from swarm.experiments.cells import Cell, CellStore, Result, compute
+from swarm.experiments.cells import Cell, CellStore, Result, chosen_names, compute
 from swarm.machine.safe_files import SHARED, replace_file
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from swarm.experiments.sapo.sapo import SapoPlan
-    from swarm.experiments.sapo.tasks import Mix
     from swarm.experiments.sharing.plan import Regime
     from swarm.report.tables import Curves, Table
 
@@ -117,7 +115,6 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="Runs in under a minute and shows only that the experiment works.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="End with one line that holds all figures as a JSON object.")]
-_MIXES = ("shared", "split")
 Command = TypeVar("Command", bound=Callable[..., None])
 _HELP = """{summary}
 
@@ -139,61 +136,6 @@ def _experiment(*examples: str) -> Callable[[Command], Command]:
         return app.command()(command)
 
     return register
-
-
-@_experiment("--rounds 30", "--quick")
-def sapo(
-    folder: Folder = Path("runs/sapo"),
-    minutes: float = typer.Option(40.0, min=0.5, help="Time budget; sets the number of rounds."),
-    rounds: int = typer.Option(None, min=1, help="Rounds of each cell, whatever time that takes."),
-    seeds: Seeds = "0,1,2",
-    nodes: int = typer.Option(8, min=2, help="Nodes of each swarm."),
-    arms: str = typer.Option(None, help="Own/others' groups of a batch.", show_default="8/0,8/0 + filter,6/2,4/4,2/6"),
-    mix: str = typer.Option("shared", help="shared: all nodes draw all tasks. split: each mostly three of them."),
-    base: str = typer.Option(
-        "nine-tasks",
-        help="nine-tasks: the bundled policy after lessons in them. Or as policy.base: bundled, a folder, a hub id.",
-    ),
-    workers: Workers = 2,
-    report_only: bool = typer.Option(False, "--report", help="Compute nothing, report what --rounds has by now."),
-    quick: Quick = False,
-    as_json: Json = False,
-) -> None:
-    """Sharing against silos on the nine tasks of the SAPO paper.
-
-    With the control that the paper lacks.
-    """
-    from swarm.experiments.sapo.sapo import CONTROL, DEFAULT_ARMS, SHARING, SapoPlan, affordable_rounds, chosen_arms
-
-    if mix not in _MIXES:
-        raise ConfigError(f"mix must be one of {', '.join(_MIXES)}, got {mix}; set --mix")
-    plan = SapoPlan(chosen_arms(arms or ",".join(DEFAULT_ARMS)), tuple(seed_list(seeds)), nodes, cast("Mix", mix), base)
-    if quick:
-        short = chosen_arms(f"{CONTROL},{SHARING}")
-        plan, rounds = SapoPlan(short, (0,), 2, cast("Mix", mix), base, groups_per_round=4, held_out_tasks=1), 2
-    if report_only:
-        if rounds is None:
-            raise ConfigError("a report needs the rounds of its cells, got none; set --rounds as in the run")
-        _report_sapo(folder, plan, rounds, console(), as_json)
-        return
-    with one_run(folder) as screen:
-        rounds = rounds or affordable_rounds(plan, folder, minutes, workers, screen.print)
-        compute(plan.cells(rounds), CellStore(folder / "cells"), workers, screen.print)
-        _report_sapo(folder, plan, rounds, screen, as_json)
-
-
-def _report_sapo(folder: Path, plan: "SapoPlan", rounds: int, screen: "Console", as_json: bool) -> None:
-    """Of the cells that are there."""
-    from swarm.experiments.sapo.report import tables_of, write_all
-    from swarm.experiments.sapo.sapo import figures, summarize
-
-    results = CellStore(folder / "cells").read_all(plan.cells(rounds))
-    if not results:
-        raise SwarmError(f"a report needs finished cells, got none of {rounds} rounds in {folder}; leave --report out")
-    summaries = summarize(results)
-    report = write_all(folder, plan, results, summaries)
-    screen.print(*(table.rich() for table in tables_of(results, summaries)), f"report: {report}")
-    finish(folder, figures(summaries), as_json=as_json)
 
 
 @_experiment("", '--arms "silo; 8/24; oracle" --seeds 0,1', "--quick")
@@ -252,6 +194,7 @@ def sharing(
 def offpolicy(
     folder: Folder = Path("runs/offpolicy"),
     steps: int = typer.Option(192, min=1, help="Training steps of each cell."),
+    corrections: str = typer.Option(None, help="Corrections, with commas.", show_default="all"),
     seeds: Seeds = "0,1,2",
     workers: Workers = 2,
     quick: Quick = False,
@@ -261,9 +204,10 @@ def offpolicy(
 
     Reward and collapse with data that is 0 to 128 policy versions old.
     """
-    from swarm.experiments.offpolicy import OffPolicyPlan, curves, figures, reward_table
+    from swarm.experiments.offpolicy import CORRECTIONS, OffPolicyPlan, curves, figures, reward_table
 
-    plan = OffPolicyPlan(tuple(seed_list(seeds)), steps)
+    chosen = chosen_names(corrections or ",".join(CORRECTIONS), CORRECTIONS, "corrections")
+    plan = OffPolicyPlan(tuple(seed_list(seeds)), steps, tuple(chosen))
     if quick:
         plan = OffPolicyPlan((0,), 3, ("none", "tis"), ("8",), held_out_tasks=2)
     introduction = (

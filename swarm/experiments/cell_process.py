@@ -12,7 +12,6 @@ from swarm.machine.safe_files import read_json
 
 _MAX_SPEC_BYTES = 1 << 20
 KINDS: Mapping[str, str] = {
-    "sapo": "swarm.experiments.sapo.cell",
     "sharing": "swarm.experiments.sharing.cell",
     "offpolicy": "swarm.experiments.offpolicy_cell",
     "heterogeneous": "swarm.experiments.heterogeneous.cell",

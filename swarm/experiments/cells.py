@@ -12,12 +12,12 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swarm.errors import SwarmError
+from swarm.errors import ConfigError, SwarmError
 from swarm.machine import tethered
 from swarm.machine.child_python import module_command
 from swarm.machine.safe_files import SHARED, open_to_append, read_file, read_json, replace_file
@@ -27,6 +27,22 @@ Result = dict[str, Any]
 Say = Callable[[str], None]
 _LOOK_INTERVAL_S = 0.1
 _MAX_RESULT_BYTES = 256 << 20
+
+
+def chosen_names(text: str, known: Iterable[str], what: str, separator: str = ",") -> list[str]:
+    """Each name of a text once, in its order. `what`: the names in plural, which is also the option of the command line.
+
+    Raises ConfigError for a name that is not known, and where there is none.
+    """
+    names = [name.strip() for name in text.split(separator) if name.strip()]
+    valid = list(known)
+    unknown = [name for name in names if name not in valid]
+    if unknown or not names:
+        listed, wrong = (f"{separator} ".join(some) for some in (valid, unknown))
+        raise ConfigError(
+            f"{what} must be among {listed}, got {wrong or 'none'}; set --{what} with '{separator}' between names"
+        )
+    return list(dict.fromkeys(names))
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,10 +188,15 @@ class BatchBuilder:
         """Remember the groups of this round on common tasks. With `holds_back`, those without signal wait for others' answers."""
         self.common.begin_round()
         for group in groups:
-            if self._is_common(group.task):
+            if self._is_pooled(group.task):
                 self.common.note(group, is_own=True)
                 if holds_back and not group.has_reward_variance:
                     self.common.hold(group, is_own=True)
+
+    def _is_pooled(self, task: TaskRef) -> bool:
+        """Whether answers to a task are compared with those of other authors: on common tasks, unless answers are compared by
+        several signals, of which only the sum is remembered."""
+        return self._is_common(task) and not self._advantage.uses_signals
 
     def _met(self, policy_version: int, most: int) -> list[TrainingGroup]:
         """Own groups that waited, and have signal beside the answers of others."""
@@ -231,7 +236,7 @@ class BatchBuilder:
         for task, one, converted in zip(tasks, offered, self._converter.foreign_groups(offered), strict=True):
             if converted is not None:
                 found.append(_weighted(converted, task))
-            elif self._is_common(task.ref):
+            elif self._is_pooled(task.ref):
                 self.common.forget(one.group)
         return found
 
@@ -242,14 +247,15 @@ class BatchBuilder:
             for group in groups
             if self._is_common(group.task) and has_success(group, self._pool.success_level(group.task.source))
         ]
-        for group in common:
+        pooled = [group for group in common if self._is_pooled(group.task)]
+        for group in pooled:
             self.common.note(group, is_own=False)
         if self._config.sharing.baseline == "reader":  # all groups are compared with what own answers earn
             return list(groups)
-        waiting = [group for group in common if not self.common.has_signal(group)]
-        for group in waiting:
-            self.common.hold(group, is_own=False)
-        left_out = {id(group) for group in waiting}
+        left_out = {id(group) for group in common if not self.common.has_signal(group)}
+        for group in pooled:
+            if id(group) in left_out:
+                self.common.hold(group, is_own=False)
         return [group for group in groups if id(group) not in left_out]
 
     def _again(self, group: RolloutGroup) -> TrainingGroup | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.admission.copies import MIN_SURPRISE_NATS, CopyWatch
-from swarm.config import Config, SharingSection, TaskSourceSection, TasksSection, TrainingSection
+from swarm.config import Config, SharingSection, TaskSourceSection, TasksSection, TrainingSection, parse
 from swarm.errors import ConfigError, TrainingError
 from swarm.manifest import manifest
 from swarm.manifest.joining import compose
@@ -505,6 +505,20 @@ def test_groups_that_come_later_meet_those_that_waited() -> None:
     assert by_author(batch_of(other, rollouts)).keys() == {"me", ALICE_ID}
 
 
+def test_groups_without_signal_neither_wait_nor_reach_a_batch_where_answers_are_compared_by_signals() -> None:
+    settings = settings_of().model_dump() | {"training": {"advantage": "gdpo"}}
+    learner = learner_of(parse({name: settings[name] for name in ("rollouts", "sharing", "training")}), Clock())
+    rollouts, common = round_of(learner)
+    solved, mixed = (
+        with_rewards(common, 1, 1, 1, 1, author=ALICE_ID),
+        with_rewards(common, 1, 0, 0, 0, author=MALLORY_ID),
+    )
+    learner._pool.add(b"1" * 32, NOW + 600, NOW, [solved, mixed])
+    (alone,) = batch_of(learner, rollouts)
+    assert alone.group.author == MALLORY_ID and alone.siblings == ()
+    assert learner._batches.common.state()["waiting"] == [] and not learner._batches.common._waiting
+
+
 def test_nothing_meets_where_it_is_off() -> None:
     learner = learner_of(settings_of(), Clock())
     rollouts, common = round_of(learner)
@@ -516,13 +530,12 @@ def test_nothing_meets_where_it_is_off() -> None:
 
 def test_learners_of_one_swarm_meet_in_memory() -> None:
     from swarm.experiments.learner_swarm import LearnerSwarm
-    from swarm.experiments.sapo.cell import node_config
-    from tests.unit.test_experiments import SETTINGS, SHARING
+    from tests.unit.test_experiments import sharing_config
 
-    config = node_config({**SETTINGS, "arm": SHARING}, 0)
+    config = sharing_config()
     sharing = config.sharing.model_copy(update={"common_tasks": 1.0})
     swarm = LearnerSwarm([config.model_copy(update={"sharing": sharing})] * 2, seed=0)
-    for _ in range(2):
+    for _ in range(4):
         swarm.run_round()
     for node in swarm._nodes:
         met = [task for task in node.learner._batches.common._tasks.values() if len(task.rewards) == 2]

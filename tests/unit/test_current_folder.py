@@ -35,7 +35,6 @@ ARGUMENTS: dict[str, list[str]] = {
     "experiment merging": ["--seeds", "nonsense"],
     "experiment offpolicy": ["--seeds", "nonsense"],
     "experiment recovery": ["--seeds", "nonsense"],
-    "experiment sapo": ["--seeds", "nonsense"],
     "experiment sharing": ["--seeds", "nonsense"],
     "export": ["out", "--dir", "node"],
     "identity export": ["backup"],

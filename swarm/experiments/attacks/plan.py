@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.errors import ConfigError
-from swarm.experiments.cells import Cell
+from swarm.experiments.cells import Cell, chosen_names
 from swarm.extensions import points
 
 ATTACKS: tuple[str, ...] = points.ATTACKS.names
@@ -84,10 +83,4 @@ class AttackPlan:
 
 def chosen_attacks(text: str) -> tuple[str, ...]:
     """The attacks of a text with names between commas. Raises ConfigError for an unknown name."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in ATTACKS]
-    if unknown or not names:
-        raise ConfigError(
-            f"attacks must be among {', '.join(ATTACKS)}, got {', '.join(unknown) or 'none'}; set --attacks with commas"
-        )
-    return tuple(dict.fromkeys(names))
+    return tuple(chosen_names(text, ATTACKS, "attacks"))

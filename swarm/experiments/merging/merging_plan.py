@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
-from swarm.errors import ConfigError
-from swarm.experiments.cells import Cell
+from swarm.experiments.cells import Cell, chosen_names
 from swarm.experiments.merging.arms import PARTS, MergingArm, Part
 
 Stage = Literal["live", "final", "newcomers"]
@@ -145,10 +144,4 @@ def _cell(name: str, arm: MergingArm, seed: int, rest: Mapping[str, Any]) -> Cel
 
 def chosen_parts(text: str) -> tuple[Part, ...]:
     """Parts by names with commas between them. Raises ConfigError for another name."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown: Sequence[str] = [name for name in names if name not in PARTS]
-    if unknown or not names:
-        raise ConfigError(
-            f"parts must be among {', '.join(PARTS)}, got {', '.join(unknown) or 'none'}; set --parts with commas"
-        )
-    return tuple(cast(Part, name) for name in dict.fromkeys(names))
+    return tuple(cast(Part, name) for name in chosen_names(text, PARTS, "parts"))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.errors import ConfigError
+from swarm.experiments.cells import chosen_names
 
 Settings = Mapping[str, Mapping[str, Any]]
 """{section: {setting: value}}"""
@@ -179,10 +179,4 @@ DEFAULT_ARMS = tuple(ARMS)
 
 def chosen_arms(text: str) -> tuple[SharingArm, ...]:
     """Arms by names with semicolons between them. Raises ConfigError for another name."""
-    names = [name.strip() for name in text.split(";") if name.strip()]
-    unknown = [name for name in names if name not in ARMS]
-    if unknown or not names:
-        raise ConfigError(
-            f"arms must be among {'; '.join(ARMS)}, got {'; '.join(unknown) or 'none'}; set --arms with semicolons"
-        )
-    return tuple(ARMS[name] for name in dict.fromkeys(names))
+    return tuple(ARMS[name] for name in chosen_names(text, ARMS, "arms", ";"))

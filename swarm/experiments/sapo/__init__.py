@@ -1,1 +1,0 @@
-"""The sharing experiment of SAPO, with the control that the paper lacks."""
