@@ -16,7 +16,7 @@ from swarm.records.rejection import Rejection
 from tests.unit.test_extending_page import load_examples
 
 SMALL: dict[str, Any] = {
-    "num_hostile": 1, "seed": 0, "num_nodes": 3, "num_rounds": 1, "groups_per_round": 6, "group_size": 6,
+    "num_hostile": 1, "seed": 0, "num_nodes": 3, "num_rounds": 1, "groups_per_round": 6, "swarm_groups": 6, "group_size": 6,
     "hostile_groups": 6, "num_sybils": 5, "held_out_tasks": 1,
 }  # fmt: skip
 

@@ -342,7 +342,7 @@ def source() -> dict[str, Any]:
     ("sharing", "owner", "url", "message"),
     [
         ({}, "", "http://127.0.0.1:1/v1", "strangers cannot compute its reward again, got sharing.publish = true"),
-        ({"publish": False}, "", "http://127.0.0.1:1/v1", "sharing.swarm_groups = 8"),
+        ({"publish": False}, "", "http://127.0.0.1:1/v1", "sharing.swarm_groups = 24"),
         ({"publish": False, "swarm_groups": 0}, "", "http://127.0.0.1:1/v1", None),
         ({}, "owner", "http://127.0.0.1:1/v1", None),
         ({}, "owner", "http://10.0.0.7:1/v1", None),

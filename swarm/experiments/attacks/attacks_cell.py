@@ -95,7 +95,7 @@ def _config(settings: Mapping[str, Any]) -> Config:
             "rollouts": {**sizes, **lengths},
             **game,
             **training,
-            "sharing": {"swarm_groups": settings["groups_per_round"], **unguarded, **baseline},
+            "sharing": {"swarm_groups": settings["swarm_groups"], **unguarded, **baseline},
             "evaluation": {"tasks_per_source": settings["held_out_tasks"]},
         }
     )

@@ -29,7 +29,9 @@ class AttackPlan:
     num_nodes: int = 8
     num_rounds: int = 24
     groups_per_round: int = 4
-    """Own groups of a round, and groups of others in a batch: half of a node's defaults, for time."""
+    """Own groups of a round: half of a node's default, for time."""
+    swarm_groups: int = 12
+    """Most groups of others in a batch: half of a node's default."""
     group_size: int = 8
     hostile_groups: int = 4
     """Groups of a hostile node in a round."""
@@ -69,6 +71,7 @@ class AttackPlan:
             "num_nodes": self.num_nodes,
             "num_rounds": self.num_rounds,
             "groups_per_round": self.groups_per_round,
+            "swarm_groups": self.swarm_groups,
             "group_size": self.group_size,
             "hostile_groups": self.hostile_groups,
             "num_sybils": self.num_sybils,
