@@ -37,7 +37,7 @@ def main() -> None:
         plan = SharingPlan(arms, (0, 1), lr_factors=(_QUICK_LR,))
     with tempfile.TemporaryDirectory() as folder:
         store = CellStore((options.dir or Path(folder)) / "cells")
-        tuned = tuned_factors(plan, compute(plan.tuning_cells(), store, options.workers, print))
+        tuned = tuned_factors(plan, lambda cells: compute(cells, store, options.workers, print))
         results = compute(plan.reported_cells(tuned), store, options.workers, print)
     print(table(summarize(results)).markdown())
     member = figures(results)[_MEMBER]

@@ -159,6 +159,14 @@ class StuckError(SwarmError):
     exit_code = 18
 
 
+def error_of_exit_code(exit_code: int, message: str) -> SwarmError:
+    """The error with which a command of this program ended; a SwarmError where no kind of error has that code."""
+    kinds = [SwarmError]
+    for kind in kinds:  # grows meanwhile
+        kinds += kind.__subclasses__()
+    return next((kind for kind in kinds if kind.exit_code == exit_code), SwarmError)(message)
+
+
 WRONG_USAGE = 2
 """Of the command line."""
 NEEDS_A_PERSON = frozenset(

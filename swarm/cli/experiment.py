@@ -177,11 +177,11 @@ def sharing(
     if not any(arm.is_silo for arm in plan.arms):
         raise ConfigError("arms must have a silo, which sets the target, got none; add silo to --arms")
     run, store = Run(folder, workers, as_json, report_only), CellStore(folder / "cells")
-    tuning = plan.tuning_cells()
-    if not report_only:
+    if report_only:
+        factors = tuned_factors(plan, store.read_all)
+    else:
         with one_run(folder) as screen:
-            compute(tuning, store, workers, screen.print)
-    factors = tuned_factors(plan, store.read_all(tuning))
+            factors = tuned_factors(plan, lambda cells: compute(cells, store, workers, screen.print))
     introduction = [
         f"{plan.num_members} members sample {plan.groups_per_round} groups of {plan.group_size} answers a round in every arm; "
         f"the oracle's one policy samples for all of them. Regime: {regime}. Learning rate of every arm by a grid on a seed "

@@ -134,18 +134,19 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"a config must be nested less deep, got {path}; name another file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"a config must be valid TOML, got {path}: {error}; correct that line") from None
-    _resolve_paths(data, path.parent)
+    resolve_paths(data, path.parent)
     return with_present_names(data, str(path))
 
 
-def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
+def resolve_paths(data: dict[str, Any], folder: Path) -> None:
+    """Make the paths of task sources and of reward functions absolute, in place: they are relative to `folder`."""
     tasks = data.get("tasks")
     sources = tasks.get("sources") if is_table(tasks) else None
     for source in sources if is_list(sources) else ():
         if not is_table(source):
             continue
         for name in LOCAL_SETTINGS:
-            if isinstance(source.get(name), str):
+            if isinstance(source.get(name), str | Path):
                 source[name] = str((folder / source[name]).resolve())
         signals = source.get("signals")
         for signal in signals if is_list(signals) else ():

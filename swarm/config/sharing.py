@@ -33,7 +33,7 @@ class SharingSection(Section):
     only their age counts."""
     choice: Literal["uniform", "informative"] = "uniform"
     """How groups of peers are chosen. uniform: all alike (as published). informative: by p(1 - p), age and reputation of
-    the author."""
+    the author, which was no better where measured."""
     baseline: Literal["author", "reader"] = "author"
     """What answers of peers are compared with. author: with the mean of their group, as their author does. reader: with what own
     answers to that source usually earn, so that successes of a better policy count more."""

@@ -139,7 +139,7 @@ class NodeHistory:
         elif kind == "evaluation":
             self.end = None
             rows = self._evaluations[row["phase"]]
-            _drop_from(rows, number)
+            drop_from(rows, number)
             for earlier in rows[-1:]:  # only the last one tells of each source
                 earlier.pop("accuracy", None)
             rows.append({key: row[key] for key in _KEPT_OF_EVALUATION})
@@ -147,7 +147,7 @@ class NodeHistory:
             self.end = None
             self._count(row)
             for rows in (self.rounds, *self._evaluations.values()):  # it restarted from the checkpoint before it
-                _drop_from(rows, number)
+                drop_from(rows, number)
             self.rounds.append({key: row[key] for key in _KEPT if isinstance(row.get(key), int | float | str)})
             self.last_round = row
 
@@ -166,7 +166,7 @@ class NodeHistory:
         self._last_counts = counts
 
 
-def _drop_from(rows: list[MetricsRow], number: int) -> None:
+def drop_from(rows: list[MetricsRow], number: int) -> None:
     """Drop the rows of round `number` and later ones, which are the last."""
     while rows and rows[-1]["round"] >= number:
         rows.pop()

@@ -22,7 +22,7 @@ from swarm.extensions.points import TASK_SOURCES, TOOLS
 from swarm.tasks.environments.tool import described
 from swarm.tasks.final_answers import FinalAnswerRule, answer_rule, final_answer, written_by
 from swarm.tasks.task_source import CORRECT, MAX_TEXT_CHARS, TaskFailure, TaskSource
-from swarm.types import Episode, PromptContext, Step, Task
+from swarm.types import PLAIN, Episode, PromptContext, Step, Task
 
 PROMPT = "prompt"
 """The field that every task has: the text that it asks without a template."""
@@ -85,6 +85,12 @@ def prompt_context(config: TaskSourceFacts) -> PromptContext:
     told = [TOOLS.load(one.name) for one in config.tools if not one.marks]
     tools = described(told) if told else ""
     return PromptContext(config.system, tuple((one.prompt, one.answer) for one in config.examples), arguments, tools)
+
+
+def shared_context(sources: Sequence[TaskSourceFacts]) -> PromptContext:
+    """The context of prompts that belong to no task: that of all sources if they have the same, else none."""
+    first, *others = {prompt_context(source) for source in sources}
+    return PLAIN if others else first
 
 
 def verifier_signals(kind: str) -> tuple[str, ...]:

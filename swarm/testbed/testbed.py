@@ -41,12 +41,15 @@ _NUM_TAIL_BYTES = 8192
 class NodeProcess:
     """One process in a session of its own, so that Ctrl-C reaches it through the testbed only."""
 
-    def __init__(self, folder: Path, command: Sequence[str]) -> None:
-        """`command` begins with the path of an executable; its output is appended to `terminal.log`."""
+    def __init__(self, folder: Path, command: Sequence[str], *, is_alone: bool = False) -> None:
+        """`command` begins with the path of an executable; its output is appended to `terminal.log`.
+
+        `is_alone`: it may compute on all cores, which several nodes on one machine would only fight for.
+        """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder = folder
         self._terminal = folder / "terminal.log"
-        environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        environment = dict(os.environ) if is_alone else {"OMP_NUM_THREADS": "1"} | os.environ
         with open_to_append(self._terminal) as output:
             self._process = subprocess.Popen(
                 tethered.command(os.getpid(), list(command)),

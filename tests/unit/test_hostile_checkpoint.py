@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from swarm.adapters.checkpoint import Checkpoint, CheckpointStore
-from swarm.cli.policy.saved_policy import load_saved_policy
+from swarm.api.saved_policy import load as load_saved_policy
 from swarm.config import Config, parse
 from swarm.engine.pruning import SuccessHead
 from swarm.errors import CheckpointError

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from swarm.config import parse
 from swarm.errors import ConfigError
 from swarm.experiments.cell_process import run_cell
-from swarm.experiments.cells import Result
+from swarm.experiments.cells import Cell, Result
 from swarm.experiments.learner_swarm import LearnerSwarm
+from swarm.experiments.sharing import cell
 from swarm.experiments.sharing.arms import ARMS, ORACLE, SILO, MemberKind, SharingArm, chosen_arms
 from swarm.experiments.sharing.cell import node_config
 from swarm.experiments.sharing.figures import Curve, figures, summarize, write_all
@@ -70,24 +72,43 @@ def test_what_is_held_out_was_never_drawn(regime: Any) -> None:
 
 
 def test_learning_rates_are_tuned_on_a_seed_that_is_not_reported() -> None:
-    plan = plan_of(SILO, "8/24", lr_factors=(1.0, 2.0))
+    plan = plan_of(SILO, "8/24", lr_factors=(1.0, 1.4, 2.0))
     tuning = plan.tuning_cells()
-    assert {cell.settings["seed"] for cell in tuning} == {TUNING_SEED} and len(tuning) == 4
-    found = tuned_factors(
-        plan,
-        [
-            result_of(SILO, [0.1, 0.2], lr_factor=1.0),
-            result_of(SILO, [0.1, 0.4], lr_factor=2.0),
-            result_of("8/24", [0.1, 0.5], lr_factor=1.0),
-            result_of("8/24", [0.1, 0.3], lr_factor=2.0),
-        ],
-    )
-    assert found == {SILO: 2.0, "8/24": 1.0}
+    assert {cell.settings["seed"] for cell in tuning} == {TUNING_SEED} and len(tuning) == 6
+    # of silos the reward at the end counts, of others the mean
+    early, late = [0.9] * 3 + [0.1] * 3, [0.1] * 3 + [0.4] * 3
+    rewards = {SILO: {1.0: early, 1.4: late}, "8/24": {1.0: late, 1.4: early}}
+    found = tuned_factors(plan, lambda cells: [result_at(cell, rewards) for cell in cells])
+    assert found == {SILO: 1.4, "8/24": 1.4}
     reported = plan.reported_cells(found)
     assert [(cell.settings["seed"], cell.settings["arm"]) for cell in reported[:2]] == [(0, SILO), (0, "8/24")]
-    assert {cell.settings["lr_factor"] for cell in reported if cell.settings["arm"] == SILO} == {2.0}
-    assert len({cell.digest for cell in [*tuning, *reported]}) == 8
+    assert {cell.settings["lr_factor"] for cell in reported if cell.settings["arm"] == SILO} == {1.4}
+    assert len({cell.digest for cell in [*tuning, *reported]}) == 10
     assert plan_of(SILO, lr_factors=(1.0,)).tuning_cells() == []
+
+
+def result_at(cell: Cell, rewards: dict[str, dict[float, list[float]]]) -> Result:
+    arm, factor = cell.settings["arm"], cell.settings["lr_factor"]
+    return result_of(arm, rewards[arm].get(factor, [0.0, 0.0, 0.0]), lr_factor=factor)
+
+
+def test_rates_beyond_the_grid_are_tried_where_the_best_is_at_its_edge() -> None:
+    plan, asked = plan_of(SILO, "8/24", "8/all of 4", lr_factors=(1.0, 1.4)), list[list[str]]()
+    rewards = {
+        SILO: {0.7: [0.3] * 3, 1.0: [0.4] * 3, 1.4: [0.2] * 3},
+        "8/24": {1.0: [0.1] * 3, 1.4: [0.2] * 3, 2.0: [0.3] * 3, 2.8: [0.4] * 3, 4.0: [0.3] * 3},
+        "8/all": {0.7: [0.1] * 3, 1.0: [0.4] * 3, 1.4: [0.2] * 3},
+    }
+
+    def results_of(cells: Sequence[Cell]) -> list[Result]:
+        asked.append([f"{cell.settings['arm']} {cell.settings['lr_factor']:g}" for cell in cells])
+        return [result_at(cell, rewards) for cell in cells]
+
+    assert tuned_factors(plan, results_of) == {SILO: 1.0, "8/24": 2.8, "8/all of 4": 1.0}
+    assert asked[0] == ["silo 1", "silo 1.4", "8/24 1", "8/24 1.4", "8/all 1", "8/all 1.4"]
+    assert asked[1][6:] == ["silo 0.7", "8/24 2", "8/all 0.7"] and asked[-1][-1] == "8/24 4" and len(asked) == 4
+    never_there = [result_of(SILO, [0.4] * 3, lr_factor=1.0), result_of(SILO, [0.3] * 3, lr_factor=1.4)]
+    assert tuned_factors(plan_of(SILO), lambda cells: never_there) == {SILO: 1.0}, "a report computes nothing"
 
 
 def test_the_target_is_crossed_between_two_evaluations() -> None:
@@ -185,6 +206,21 @@ def test_a_swarm_and_its_oracle_are_computed_and_reported(tmp_path: Path) -> Non
     report, (table,) = write_all(tmp_path, ["What was done."], results)
     assert "oracle" in report.read_text() and len(table.rows) == 3
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_times_are_scaled_by_what_a_reference_round_takes_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = plan_of(num_members=1, num_rounds=2, groups_per_round=2, group_size=4, held_out_tasks=1).cell(
+        ARMS[SILO], 0, 1.0
+    )
+    measured_here = run_cell(task)
+    assert measured_here["slowness"] > 0 and min(measured_here["members"][0]["processor_s"]) > 0
+    usual = cell.REFERENCE_ROUND_S["short"]
+    measured = iter([2e9 * usual, 4e9 * usual])
+    monkeypatch.setattr(cell, "reference_round_s", lambda regime: next(measured))
+    of_a_slow_machine = run_cell(task)
+    assert of_a_slow_machine["slowness"] == 3e9 and of_a_slow_machine["members"][0]["processor_s"] == [0.0, 0.0]
+    assert of_a_slow_machine["rewards"] == measured_here["rewards"], "the reference rounds change no result"
+    assert of_a_slow_machine["members"][0]["held_out"] == measured_here["members"][0]["held_out"]
 
 
 def test_unlike_members_rest_and_are_reported_by_kind(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from swarm.observability.plain_text import plain
 if TYPE_CHECKING:
     from swarm.config import Config
     from swarm.rollouts.worker import RolloutBatch
-    from swarm.types import PromptContext, Task
+    from swarm.types import Task
 
 _OPTIONS = ("--dir", "--prompt", "--tasks", "--num", "--temperature", "--seed", "--base", "--show-prompt")
 KEPT = "\n\t"
@@ -69,6 +69,7 @@ def sample(
     from swarm.engine.sampling import Sampling
     from swarm.policy.base_folder import fitted_to_base
     from swarm.rollouts.worker import RolloutWorker
+    from swarm.tasks.prompted_source import shared_context
 
     if prompt and tasks:
         raise ConfigError("there must be --prompt or --tasks, got both; leave one out")
@@ -77,7 +78,7 @@ def sample(
     max_new_tokens = resolved.rollouts.max_new_tokens
     engine = make_engine(policy, resolved.rollouts)
     asked = _held_out(resolved, tasks) if tasks else ((text, None) for text in ([prompt] if prompt else _lines()))
-    own = _own_context(resolved)
+    own = shared_context(resolved.tasks.sources)
     worker = RolloutWorker(resolved.rollouts.model_copy(update={"temperature": temperature}), policy, engine, author="")
     for number, (text, task) in enumerate(asked):
         if task is not None and task.begin is not None:
@@ -135,15 +136,6 @@ def _show_prompts(config: "Config") -> None:
 
     policy = config.policy
     show_prompts(config, locate_base(policy.base, policy.revision, policy.max_download_gib), sys.stdout)
-
-
-def _own_context(config: "Config") -> "PromptContext":
-    """The context of prompts that belong to no task."""
-    from swarm.tasks.prompted_source import prompt_context
-    from swarm.types import PLAIN
-
-    first, *others = {prompt_context(section) for section in config.tasks.sources}
-    return PLAIN if others else first
 
 
 def _lines() -> Iterator[str]:

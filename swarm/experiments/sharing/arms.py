@@ -128,6 +128,7 @@ _SLOW = (MemberKind("usual", 4), MemberKind("slow", 4, interval_rounds=4))
 SHAPED = _training(correction="shaped+opsm")
 READERS_BASELINE: Settings = {"sharing": {"baseline": "reader"}}
 SOLVED_GROUPS: Settings = {"sharing": {"baseline": "reader", "solved_groups": True}}
+INFORMATIVE: Settings = {"sharing": {"choice": "informative"}}
 COMMON_TASKS: Settings = {"sharing": {"common_tasks": 0.25}}
 
 _SHORT = 0.4
@@ -143,6 +144,8 @@ ARMS = {
         SharingArm("silo, informative tasks", settings={"rollouts": {"task_choice": "thompson"}}, part_of_rounds=1.0),
         SharingArm("4/4 as published", 4, settings=PUBLISHED_IN_PLACE),
         SharingArm("8/8", 8),
+        SharingArm("8/16, informative", 16, settings=INFORMATIVE),
+        SharingArm("8/24, replay 8", 24, settings=_training(replay_groups=8), part_of_rounds=_SHORT),
         SharingArm("8/24", 24, part_of_rounds=_SHORT),
         SharingArm("8/all", ALL, part_of_rounds=_SHORT),
         SharingArm("8/all, no correction", ALL, settings=_training(correction="none"), part_of_rounds=_SHORT),
@@ -153,6 +156,7 @@ ARMS = {
         SharingArm("8/all, common tasks", ALL, settings=COMMON_TASKS, part_of_rounds=_SHORT),
         SharingArm("8/all, hints", ALL, hinted_share=1 / 4, part_of_rounds=_SHORT),
         SharingArm("merging", merge_interval_rounds=2),
+        SharingArm("merging, more momentum", merge_interval_rounds=2, settings={"merging": {"alpha": 0.8}}),
         SharingArm("8/8, merging", 8, merge_interval_rounds=2),
         SharingArm("8/24, merging", 24, merge_interval_rounds=2, part_of_rounds=_SHORT),
         SharingArm("8/all, merging", ALL, merge_interval_rounds=2, part_of_rounds=_SHORT),

@@ -8,7 +8,7 @@ from swarm.config import DEMO_TASKS, REASONING_TASKS, Config, parse
 from swarm.config.policy import BUNDLED_REASONING
 from swarm.experiments.cells import Result
 from swarm.experiments.learner_swarm import LearnerSwarm, RoundRow
-from swarm.experiments.sharing.arms import ARMS, MemberKind, Settings, overlaid
+from swarm.experiments.sharing.arms import ARMS, SILO, MemberKind, Settings, overlaid
 
 HELD_OUT_SHARE = 0.125
 """Twice the default: two of the short tasks have only a hundred prompts."""
@@ -21,6 +21,9 @@ REGIMES: Mapping[str, Settings] = {
     },
 }
 """Answers of four tokens, and of two hundred."""
+REFERENCE_ROUND_S: Mapping[str, float] = {"short": 0.18, "reasoning": 2.8}
+"""Processor time of `reference_round_s` on the idle machine of docs/benchmarks.md; times of cells are scaled to that machine."""
+_REFERENCE_ROUNDS = 3
 _OUTSIDE_WEIGHT = 1e-3
 """Of a source that a specialist does not draw from; a source without weight could not check others."""
 
@@ -30,6 +33,7 @@ def run(settings: Mapping[str, Any]) -> Result:
     arm = ARMS[settings["arm"]]
     kinds = arm.kinds_of_members(settings["num_members"])
     paid_by = arm.members(settings["num_members"]) if arm.is_oracle else 1
+    before = reference_round_s(settings["regime"])
     swarm = LearnerSwarm([node_config(settings, kind) for kind in kinds], settings["seed"])
     rows = list[RoundRow]()
     evaluated, held_out = [0], [_evaluated(swarm, 0)]
@@ -39,6 +43,7 @@ def run(settings: Mapping[str, Any]) -> Result:
         if number % settings["evaluation_interval_rounds"] == 0:
             evaluated.append(number)
             held_out.append(_evaluated(swarm, number))
+    slowness = fmean((before, reference_round_s(settings["regime"]))) / REFERENCE_ROUND_S[settings["regime"]]
     return {
         "arm": settings["arm"],
         "seed": settings["seed"],
@@ -52,7 +57,7 @@ def run(settings: Mapping[str, Any]) -> Result:
                 "held_out": [row[place] for row in held_out],
                 "tokens": [row.tokens_sampled[place] / paid_by for row in rows],
                 "tokens_trained": [round(row.tokens_trained[place] / paid_by, 1) for row in rows],
-                "processor_s": [round(row.processor_s[place] / paid_by, 3) for row in rows],
+                "processor_s": [round(row.processor_s[place] / paid_by / slowness, 3) for row in rows],
             }
             for place, kind in enumerate(kinds)
         ],
@@ -60,7 +65,19 @@ def run(settings: Mapping[str, Any]) -> Result:
         "swarm_groups": [row.swarm_groups for row in rows],
         "answers_trained_on": [row.answers_trained_on for row in rows],
         "rejected": dict(swarm.rejected),
+        "slowness": round(slowness, 3),
     }
+
+
+def reference_round_s(regime: str) -> float:
+    """Processor time that a round of one node alone takes here and now, always with the same work.
+
+    Cells are computed on different days and beside other work, so their times are scaled by it.
+    """
+    usual = {"seed": 0, "lr_factor": 1.0, "regime": regime, "num_members": 1, "groups_per_round": 8, "group_size": 8}
+    swarm = LearnerSwarm([node_config({**usual, "arm": SILO, "held_out_tasks": 1}, MemberKind("", 1))], 0)
+    swarm.run_round()  # compiles and caches
+    return fmean(swarm.run_round().processor_s[0] for _ in range(_REFERENCE_ROUNDS))
 
 
 def node_config(settings: Mapping[str, Any], kind: MemberKind) -> Config:

@@ -2,11 +2,12 @@
 
     arms × learning rates × one seed ─▶ the best rate of each arm ─▶ arms × reported seeds ─▶ figures
 
-The learning rate of every arm, silos included, is chosen on a seed that is not reported. Arms that differ from another one in
-their members alone take the rate of that one.
+The learning rate of every arm, silos included, is chosen on a seed that is not reported. Where the best rate of an arm is the
+first or the last of the grid, rates beyond it are tried, too. Arms that differ from another one in their members alone take the
+rate of that one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Literal
@@ -16,6 +17,8 @@ from swarm.experiments.sharing.arms import ARMS, SharingArm
 
 Regime = Literal["short", "reasoning"]
 TUNING_SEED = 1000
+LR_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
+"""What is tried beyond a grid."""
 FINAL_EVALUATIONS = 3
 """At the end of a run; as many make a point of a curve."""
 
@@ -44,6 +47,19 @@ class SharingPlan:
         named = dict.fromkeys(arm.tuned_as or arm.name for arm in self.arms)
         return [self.cell(ARMS[name], TUNING_SEED, factor) for name in named for factor in factors]
 
+    def cells_beyond(self, results: Sequence[Result]) -> list[Cell]:
+        """For each arm whose best learning rate of `results` is the lowest or the highest one, the cell of the next rate."""
+        found: list[Cell] = []
+        for name in dict.fromkeys(arm.tuned_as or arm.name for arm in self.arms):
+            tried = [result["lr_factor"] for result in results if result["arm"] == name]
+            best = _best_factor(name, results)
+            lower, higher = ([one for one in LR_FACTORS if one < best], [one for one in LR_FACTORS if one > best])
+            next_ones = (
+                lower[-1:] if best == min(tried, default=0) else higher[:1] if best == max(tried, default=0) else []
+            )
+            found += [self.cell(ARMS[name], TUNING_SEED, factor) for factor in next_ones]
+        return found
+
     def reported_cells(self, tuned: Mapping[str, float]) -> list[Cell]:
         """Seed after seed, so that an experiment cut short has whole seeds. `tuned`: {arm: factor}."""
         return [self.cell(arm, seed, tuned[arm.name]) for seed in self.seeds for arm in self.arms]
@@ -70,19 +86,28 @@ class SharingPlan:
         return Cell("sharing", f"{arm.name}, {self.regime}, lr {lr_factor:g}, seed {seed}", settings)
 
 
-def tuned_factors(plan: SharingPlan, results: Sequence[Result]) -> dict[str, float]:
+def tuned_factors(plan: SharingPlan, results_of: Callable[[Sequence[Cell]], Sequence[Result]]) -> dict[str, float]:
     """{arm: the best factor of its learning rate}
 
-    Of silos it is the one with the highest reward at the end, which is the target; of others that with the highest mean.
+    `results_of` computes the cells that are needed, or gives those that are there.
     """
     if len(plan.lr_factors) == 1:
         return {arm.name: plan.lr_factors[0] for arm in plan.arms}
-    found: dict[str, float] = {}
-    for arm in plan.arms:
-        runs = [result for result in results if result["arm"] == (arm.tuned_as or arm.name)]
-        measure = final_held_out if ARMS[arm.tuned_as or arm.name].is_silo else mean_held_out
-        found[arm.name] = max(runs, key=measure)["lr_factor"] if runs else 1.0
-    return found
+    cells = plan.tuning_cells()
+    while True:
+        results = results_of(cells)
+        known = {cell.digest for cell in cells}
+        beyond = [cell for cell in plan.cells_beyond(results) if cell.digest not in known]
+        if not beyond:
+            return {arm.name: _best_factor(arm.tuned_as or arm.name, results) for arm in plan.arms}
+        cells += beyond
+
+
+def _best_factor(arm: str, results: Sequence[Result]) -> float:
+    """Of silos the one with the highest reward at the end, which is the target; of other arms that with the highest mean."""
+    measure = final_held_out if ARMS[arm].is_silo else mean_held_out
+    runs = [result for result in results if result["arm"] == arm]
+    return max(runs, key=measure)["lr_factor"] if runs else 1.0
 
 
 def final_held_out(result: Result) -> float:

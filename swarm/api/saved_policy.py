@@ -1,0 +1,103 @@
+"""The policy of a node, with the adapter of its newest checkpoint."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from swarm.config import Config
+    from swarm.policy.policy import Policy
+
+
+def load(config: "Config", *, base_only: bool = False) -> tuple["Policy", int | None]:
+    """(policy, round of its checkpoint), or the untrained base and None.
+
+    Raises CheckpointError where node.dir holds no checkpoint, or one of another lineage, or one that no learner has written.
+    """
+    from swarm.adapters.adapter_state import write_adapter
+    from swarm.adapters.checkpoint import CheckpointStore
+    from swarm.machine.node_folder import NodeFolder
+    from swarm.node.run_state import check_run_state
+    from swarm.policy.base_folder import fitted_to_base
+    from swarm.policy.policy import load_policy
+    from swarm.warm_start.start_digest import start_digest
+
+    if config.swarm.silo_owner:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # a silo's node asks nobody but its peers
+    folder = NodeFolder(config.node.dir)
+    folder.check()
+    cache = folder.hash_cache if folder.path.is_dir() else None
+    start = start_digest(config)
+    if base_only:
+        return load_policy(
+            fitted_to_base(config).policy, device=config.node.device, hash_cache=cache, start=start
+        ), None
+    checkpoint = CheckpointStore(folder.checkpoints, config.checkpoint.keep).load_newest()
+    if checkpoint is None:
+        raise CheckpointError(
+            f"node.dir must hold a checkpoint, got none in {folder.path}; run the node first, set node.dir, or use --base"
+        )
+    policy = load_policy(fitted_to_base(config).policy, device=config.node.device, hash_cache=cache, start=start)
+    check_run_state(checkpoint, policy.vocab_size)
+    if not policy.lineage.has_name(checkpoint.state["lineage"]["policy"]):
+        raise CheckpointError(
+            f"policy settings must be those of the run, got another lineage than {checkpoint.path}; "
+            f"pass {folder.config} as the config"
+        )
+    write_adapter(policy.model, checkpoint.tensors["adapter"])
+    policy.version = checkpoint.state["policy_version"]
+    return policy, checkpoint.round
+
+
+class SavedPolicy:
+    """A trained policy in this process: it answers prompts and can be saved."""
+
+    def __init__(self, config: "Config") -> None:
+        """Loads base and adapter. Raises as `load` does."""
+        from swarm.engine.make_engine import make_engine
+        from swarm.policy.base_folder import fitted_to_base
+
+        self._policy, self.round = load(config)
+        self._config = fitted_to_base(config)
+        self._engine = make_engine(self._policy, self._config.rollouts)
+
+    def sample(
+        self, prompt: str, n: int = 1, *, temperature: float = 1.0, max_new_tokens: int | None = None, seed: int = 0
+    ) -> list[str]:
+        """`n` answers to a prompt, which is put as prompts of the node's tasks are, if these are all put alike.
+
+        `temperature`: 0 takes the likeliest token each time. `max_new_tokens`: `rollouts.max_new_tokens` unless given. The same
+        `seed` gives the same answers. Raises ConfigError for numbers that make no sense.
+        """
+        from swarm.engine.engine import AnswerRequest
+        from swarm.engine.sampling import Sampling
+        from swarm.tasks.prompted_source import shared_context
+
+        most = self._config.rollouts.max_new_tokens if max_new_tokens is None else max_new_tokens
+        for name, value, least in (("n", n, 1), ("max_new_tokens", most, 1), ("temperature", temperature, 0)):
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}; raise it")
+        request = AnswerRequest(self._policy.encode_prompt(prompt, shared_context(self._config.tasks.sources)), n, most)
+        (answers,) = self._engine.generate(
+            [request], Sampling(temperature=temperature), seed=seed, stop=self._config.rollouts.stop
+        )
+        return [self._policy.decode(answer.token_ids) for answer in answers]
+
+    def save(self, folder: str | Path, *, merged: bool = False) -> Path:
+        """Write the adapter in peft format, or with `merged` base and adapter as one model, to a new or empty folder.
+
+        Returns the folder. Raises PolicyError where it is not empty or cannot be written.
+        """
+        from swarm.adapters.export import export_adapter, export_merged
+        from swarm.machine.node_folder import NodeFolder
+        from swarm.policy.lineage import hash_weights
+
+        policy, out = self._policy, Path(folder)
+        if merged:
+            export_merged(policy.model, policy.tokenizer, policy.base_folder, out)
+        else:
+            cache = NodeFolder(self._config.node.dir).hash_cache
+            export_adapter(policy.model, policy.tokenizer, out, hash_weights(policy.base_folder, cache))
+        return out
