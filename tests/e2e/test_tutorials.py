@@ -36,6 +36,8 @@ ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+")
 LENGTH = re.compile(r"(--rounds|--node\.max_rounds) (\d+)")
 WARM_START = re.compile(r"^steps = \d+", re.MULTILINE)
 MAX_ROUNDS = 2
+MEETING_ROUNDS = 20
+"""Of a node that joins: what follows on the page needs something that another node hands over meanwhile."""
 SMALL = {"rollouts.groups_per_round": 4, "evaluation.tasks_per_source": 1}
 """Settings of the nodes of a page, where it does not set them itself."""
 _COMMAND_S = 240
@@ -65,7 +67,8 @@ class Newcomer:
         self._environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
     def type(self, line: str) -> subprocess.CompletedProcess[str]:
-        words = self._words(LENGTH.sub(lambda found: f"{found[1]} {min(int(found[2]), MAX_ROUNDS)}", line))
+        most = MEETING_ROUNDS if line.startswith("swarm join") else MAX_ROUNDS
+        words = self._words(LENGTH.sub(lambda found: f"{found[1]} {min(int(found[2]), most)}", line))
         if words[0] == "swarm":
             ended = swarm(*words[1:], cwd=self._folder, timeout_s=_COMMAND_S, **self._environment)
         else:

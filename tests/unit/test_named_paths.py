@@ -93,7 +93,7 @@ def exists(dotted: str) -> bool:
         if module.is_file():
             rest = parts[position + 1 : position + 2]
             return not rest or rest[0] in names_in(module)
-        return position > 1 and part in names_in(place / "__init__.py")
+        return (place / "__init__.py").is_file() and part in names_in(place / "__init__.py")
     return True
 
 
