@@ -5,8 +5,6 @@
 # A name with a digest (python:3.11-slim@sha256:...) fixes what is built upon.
 ARG BASE=python:3.11-slim
 FROM ${BASE} AS packages
-# pycosat, which reasoning-gym needs, comes without a wheel.
-RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev python3-dev && rm -rf /var/lib/apt/lists/*
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_PYTHON=/venv/bin/python
 RUN python -m venv --without-pip /venv && echo /app > /venv/lib/python3.11/site-packages/app.pth
 ENV PATH=/venv/bin:$PATH
