@@ -16,11 +16,13 @@ RUN pip install --no-compile --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_
  && pip install --no-compile --no-deps --require-hashes -r /src/requirements-build.lock \
  && pip install --no-compile --no-build-isolation --no-deps --require-hashes -r /src/requirements.lock \
  && pip install --no-compile -r /src/requirements-torch.lock
+# Nothing above is compiled. binutils has `strip`, for this last step.
 # What no node needs on a CPU: headers and tools of torch, CUDA kernels, tests, symbols for debuggers; 0.4 GB.
 # Libraries in *.libs were altered by their wheels' makers and may not survive a second treatment.
 ARG SLIM=yes
 RUN cd /venv/lib/python3.11/site-packages && test "$SLIM" != yes || { \
-      rm -rf torch/include torch/test torch/bin/*est* torch/bin/protoc* bitsandbytes/libbitsandbytes_cuda* \
+      apt-get update -qq && apt-get install -y -qq --no-install-recommends binutils && rm -rf /var/lib/apt/lists/* \
+      && rm -rf torch/include torch/test torch/bin/*est* torch/bin/protoc* bitsandbytes/libbitsandbytes_cuda* \
       && find . -type d -name tests -prune -exec rm -rf {} + \
       && find . -name '*.so*' -type f -not -path '*.libs/*' -exec strip --strip-unneeded {} + ; }
 

@@ -67,7 +67,10 @@ def linux(machine: str, oldest_glibc: int) -> Iterator[Target]:
     """Yield a target per version of Python, for `manylinux` wheels of up to glibc 2.`oldest_glibc`."""
     legacy = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
     minors = range(5, oldest_glibc + 1)
-    names = [*(f"manylinux_2_{minor}" for minor in minors), *(name for minor, name in legacy.items() if minor in minors)]
+    names = [
+        *(f"manylinux_2_{minor}" for minor in minors),
+        *(name for minor, name in legacy.items() if minor in minors),
+    ]
     return _per_python("linux", machine, [f"{name}_{machine}" for name in names])
 
 

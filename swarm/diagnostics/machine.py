@@ -113,7 +113,7 @@ def check_packages() -> CheckResult:
 
 
 def check_daemon() -> CheckResult:
-    """Run the libp2p daemon, of which hivemind has one for Linux and macOS on x86-64 and ARM; only that shows whether it works."""
+    """Run the libp2p daemon. hivemind has it for Linux and macOS on x86-64 and ARM; only this shows whether it works here."""
     spec = importlib.util.find_spec("hivemind")
     places = spec.submodule_search_locations if spec else None
     if not places:

@@ -150,7 +150,10 @@ def test_silo_takes_what_stays(values: dict[str, Any]) -> None:
     [
         ({"tensorboard": True}, "'tensorboardx>=2.6'"),
         ({"wandb": "offline"}, "'wandb>=0.20'"),
-        ({"otel_endpoint": "http://[::1]:1"}, "'opentelemetry-exporter-otlp-proto-http>=1.30' 'opentelemetry-sdk>=1.30'"),
+        (
+            {"otel_endpoint": "http://[::1]:1"},
+            "'opentelemetry-exporter-otlp-proto-http>=1.30' 'opentelemetry-sdk>=1.30'",
+        ),
     ],
 )
 def test_missing_extra_is_told_at_the_start(
