@@ -206,9 +206,9 @@ def locked_versions() -> dict[str, str]:
 
 
 def installed(name: str) -> tuple[bool, set[str]]:
-    """(whether the package says that it is pure Python, tags of the wheel that it was installed from)."""
+    """(whether it is pure Python, tags of the wheel that it was installed from; none where an old pip installed a source)."""
     text = importlib.metadata.distribution(name).read_text("WHEEL") or ""
-    return "Root-Is-Purelib: true" in text, set(re.findall(r"^Tag: (\S+)", text, re.M))
+    return "Root-Is-Purelib: false" not in text, set(re.findall(r"^Tag: (\S+)", text, re.M))
 
 
 def test_the_locks_have_what_the_project_requires() -> None:
