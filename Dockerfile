@@ -5,8 +5,6 @@
 # A name with a digest (python:3.11-slim@sha256:...) fixes what is built upon.
 ARG BASE=python:3.11-slim
 FROM ${BASE} AS packages
-# pycosat, which reasoning-gym needs, comes without a wheel.
-RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev python3-dev && rm -rf /var/lib/apt/lists/*
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_PYTHON=/venv/bin/python
 RUN python -m venv --without-pip /venv && echo /app > /venv/lib/python3.11/site-packages/app.pth
 ENV PATH=/venv/bin:$PATH
@@ -18,11 +16,13 @@ RUN pip install --no-compile --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_
  && pip install --no-compile --no-deps --require-hashes -r /src/requirements-build.lock \
  && pip install --no-compile --no-build-isolation --no-deps --require-hashes -r /src/requirements.lock \
  && pip install --no-compile -r /src/requirements-torch.lock
+# Nothing above is compiled. binutils has `strip`, for this last step.
 # What no node needs on a CPU: headers and tools of torch, CUDA kernels, tests, symbols for debuggers; 0.4 GB.
 # Libraries in *.libs were altered by their wheels' makers and may not survive a second treatment.
 ARG SLIM=yes
 RUN cd /venv/lib/python3.11/site-packages && test "$SLIM" != yes || { \
-      rm -rf torch/include torch/test torch/bin/*est* torch/bin/protoc* bitsandbytes/libbitsandbytes_cuda* \
+      apt-get update -qq && apt-get install -y -qq --no-install-recommends binutils && rm -rf /var/lib/apt/lists/* \
+      && rm -rf torch/include torch/test torch/bin/*est* torch/bin/protoc* bitsandbytes/libbitsandbytes_cuda* \
       && find . -type d -name tests -prune -exec rm -rf {} + \
       && find . -name '*.so*' -type f -not -path '*.libs/*' -exec strip --strip-unneeded {} + ; }
 

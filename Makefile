@@ -1,10 +1,12 @@
 # Every target makes its own environment: .venv with the pinned packages of requirements*.lock. pip checks the hash of every
 # file but torch's, also of those that build packages: in an isolated build it would fetch these unchecked.
-IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+IS_NEW_ENOUGH := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO ?= --resume
 # Many tests wait for other processes: one worker more than cores, and at most five.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(5, (os.cpu_count() or 1) + 1))')
@@ -13,12 +15,12 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick unit swarms test check vllm mutants format lint types security audit docs house setup clean
+.PHONY: help demo quick unit swarms test check vllm mutants format lint types security audit docs house lock setup clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-demo: $(READY)  ## A swarm of four nodes that learn from each other, on this machine
+demo: $(INSTALLED)  ## A swarm of four nodes that learn from each other, on this machine
 	@exec $(BIN)/swarm testbed --nodes 4 $(DEMO)
 
 # A test that takes longer is not quick: start it from a file that imports what it needs (tests/quick.py says how).
@@ -76,21 +78,29 @@ audit: $(READY)  ## Known vulnerabilities of the pinned packages, where an index
 docs: $(READY)  ## The documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
+UPGRADE ?=
+lock: $(READY)  ## The lock files, from pyproject.toml; UPGRADE="NAME ..." or UPGRADE=all for newer versions
+	@$(BIN)/python packaging/lock.py $(UPGRADE)
+
 house: $(READY)  ## Counts of the source tree: modules, rooms, constructors, import circles
 	@$(BIN)/python -m tests.house
 
 setup: $(READY)  ## Only the environment
 
-# The stamp is written last: an interrupted set-up starts over at the next call.
-$(READY): requirements-build.lock requirements.lock requirements-dev.lock requirements-torch.lock pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Python >= 3.11 is needed, found none; set PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "setting up $(VENV) (a few minutes, once)"
-	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements-build.lock
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --require-hashes \
-		-r requirements.lock -r requirements-dev.lock
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-torch.lock  # its CUDA build brings more packages
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+# The stamps are written last: an interrupted set-up goes on at the next call. Nothing here needs a compiler (`make lock`).
+$(INSTALLED): requirements-build.lock requirements.lock requirements-torch.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed, found none; set PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "setting up $(VENV) with $(PYTHON) (a few minutes, once)"
+	@$(PYTHON) -m venv --clear $(VENV) || { echo "Python's venv is needed; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@$(PIP) --no-deps --require-hashes -r requirements-build.lock
+	@$(PIP) --no-build-isolation --no-deps --require-hashes -r requirements.lock
+	@$(PIP) -r requirements-torch.lock  # its CUDA build brings more packages
+	@$(PIP) --no-build-isolation --no-deps --editable .
+	@touch $(INSTALLED)
+
+$(READY): $(INSTALLED) requirements-dev.lock
+	@echo "adding the tools of development to $(VENV)"
+	@$(PIP) --no-build-isolation --no-deps --require-hashes -r requirements-dev.lock
 	@touch $(READY)
 
 clean:  ## Remove the environment and caches; runs/ stays

@@ -5,12 +5,13 @@ from importlib import import_module
 
 from swarm.cli.arguments import prepare_imports
 from swarm.config import Config, TasksSection
+from swarm.tasks.reasoning_gym_source import import_library
 from swarm.tasks.task_mixture import TaskMixture
 
 prepare_imports(Config())
+import_library()
 for module in (
     "peft",
-    "reasoning_gym",
     "transformers.models.auto.modeling_auto",
     "swarm.cli.main",
     "swarm.network.hivemind.transport",

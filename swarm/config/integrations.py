@@ -12,7 +12,7 @@ _HTTP_ADDRESS = r"^(https?://[^\s/]+(/\S*)?)?$"
 
 
 class IntegrationsSection(Section):
-    """Tools of others that may watch a node. Each needs its extra, such as `pip install -e ".[tensorboard]"` in the clone."""
+    """Tools of others that may watch a node. Each needs its package, which docs/integrations.md names."""
 
     tensorboard: bool = False
     """Write every metrics row to tensorboard/ in the node's folder; view it with `tensorboard --logdir runs`. Extra:

@@ -9,8 +9,7 @@ class NetworkSection(Section):
     """How this node reaches its peers."""
 
     backend: Literal["hivemind", "libp2p", "off"] = "hivemind"
-    """hivemind: DHT and streams of the libp2p daemon (Linux on x86-64). libp2p: all in Python. off: train alone, without a
-    socket."""
+    """hivemind: DHT and streams of the libp2p daemon, a binary. libp2p: all in Python. off: train alone, without a socket."""
     gossip: Literal["libp2p", "daemon", "off"] = "libp2p"
     """libp2p: validates headers before it forwards them. daemon: needs less CPU, for trusted peers. off: use only the
     index. All nodes of a swarm need the same value."""

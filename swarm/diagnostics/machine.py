@@ -107,16 +107,17 @@ def check_packages() -> CheckResult:
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        return problem("packages", f"missing: {', '.join(missing)}", install_from_clone())
+        lock = "requirements-torch.lock" if missing == ["torch"] else "requirements.lock"
+        return problem("packages", f"missing: {', '.join(missing)}", install_from_clone(lock))
     return ok("packages", ", ".join(found))
 
 
 def check_daemon() -> CheckResult:
-    """The libp2p daemon's binary is there and runs on this processor."""
+    """Run the libp2p daemon. hivemind has it for Linux and macOS on x86-64 and ARM; only this shows whether it works here."""
     spec = importlib.util.find_spec("hivemind")
     places = spec.submodule_search_locations if spec else None
     if not places:
-        return problem("daemon", "the package hivemind is missing", pip_install("'hivemind>=1.1.12'"))
+        return problem("daemon", "the package hivemind is missing", pip_install("'hivemind>=1.1.12,<1.2'"))
     binary = Path(places[0]) / "hivemind_cli" / "p2pd"
     fix = f"{pip_install('--force-reinstall --no-deps hivemind')}, or set network.backend to libp2p"
     try:

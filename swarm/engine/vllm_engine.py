@@ -24,7 +24,7 @@ from swarm.engine.engine import AnswerRequest, Completion, End, capacity_of, ref
 from swarm.engine.sampling import Sampling
 from swarm.engine.vllm_weights import hand_over_adapter, share_base
 from swarm.errors import ConfigError, MemoryBudgetError, PolicyError
-from swarm.machine.child_python import install_from_clone
+from swarm.machine.child_python import install_extra
 from swarm.policy.base_model import one_line
 from swarm.policy.counter_noise import derive_seed
 from swarm.policy.logprobs import token_logprobs
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _OLDEST = (0, 32)
 """Oldest version of vLLM whose parts for adapters are those that `vllm_weights` calls."""
-_INSTALL = f'{install_from_clone("vllm")}, or run "make vllm" there, or set rollouts.engine = "auto"'
+_INSTALL = f'{install_extra("vllm")}, or run "make vllm" in the clone, or set rollouts.engine = "auto"'
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be built for."""
 _SCORED_AT_ONCE = 16

@@ -8,7 +8,7 @@ from swarm.config import Config
 from swarm.config.shareable import shareable
 from swarm.errors import ConfigError
 from swarm.integrations.sink import QueuedSink, Sink
-from swarm.machine.child_python import install_from_clone
+from swarm.machine.child_python import install_extra
 from swarm.machine.node_folder import NodeFolder
 from swarm.records.identity import Identity
 
@@ -54,5 +54,5 @@ def _need(extra: str, setting: str) -> None:
     if find_spec(top) is None or (rest and find_spec(package) is None):
         raise ConfigError(
             f"integrations.{setting} needs the package {top}, got none; "
-            f"{install_from_clone(extra)}, or leave integrations.{setting} as it was"
+            f"{install_extra(extra)}, or leave integrations.{setting} as it was"
         )

@@ -4,10 +4,13 @@
 folder of somebody else would then run as code of this software. `-P` leaves that entry out.
 """
 
+import importlib.metadata
 import os
+import re
 import shlex
 import sys
 
+DISTRIBUTION = "swarm-rl"
 SAFE_PATH = "-P"
 
 
@@ -34,10 +37,23 @@ def pip_install(what: str) -> str:
     return f"{shlex.quote(sys.executable)} {SAFE_PATH} -m pip install {what}"
 
 
-def install_from_clone(extra: str = "") -> str:
-    """Return what a person types in a clone to install this software, with the optional `extra`.
+def install_from_clone(lock: str = "requirements.lock") -> str:
+    """Return what a person types in a clone to install the packages of a lock file.
 
-    The package is on no index: whoever registered its name there would decide what such a command installs.
+    Without what they name as their own requirements: some of that is of no use here, and needs a C compiler.
     """
-    what = f'".[{extra}]"' if extra else "."
-    return f"in the clone: {pip_install(f'-e {what}')}"
+    return f"in the clone: {pip_install(f'--no-deps -r {lock}')}"
+
+
+def install_extra(extra: str) -> str:
+    """Return what a person types to install the packages of the optional `extra`.
+
+    This software itself is on no index: whoever registered its name there would decide what `NAME[EXTRA]` installs.
+    """
+    try:
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:  # sources that are run without being installed
+        requirements = []
+    marker = re.compile(rf"""(.+?) ?; ?extra == ["']{extra}["']""")
+    found = [match[1] for match in map(marker.fullmatch, requirements) if match]
+    return pip_install(" ".join(map(shlex.quote, found)) if found else f"the packages of the extra {extra}")

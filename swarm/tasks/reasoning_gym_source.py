@@ -21,17 +21,21 @@ import itertools
 import json
 import re
 import sys
+import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.extensions.registry import Isolation
+from swarm.machine.child_python import install_extra
 from swarm.tasks.parameter_rules import check_declared, declared_by_class
 from swarm.tasks.prompted_source import PROMPT, PromptTemplate
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
@@ -234,9 +238,7 @@ class _Recipe:
     parameters: Mapping[str, Any] = field(compare=False)
 
     def build(self, number: int) -> Any:
-        import reasoning_gym  # slow to import, and not needed by nodes without such tasks
-
-        return reasoning_gym.factory.create_dataset(self.name, seed=number, size=1, **self.parameters)
+        return import_library().factory.create_dataset(self.name, seed=number, size=1, **self.parameters)
 
 
 @lru_cache(maxsize=32)  # some data sets read a word list of megabytes each time that they are built
@@ -264,6 +266,32 @@ def base_digest(config: TaskSourceSection) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
+NEEDS_PYCOSAT = frozenset({"zebra_puzzles"})
+"""Data sets that call pycosat, a package without wheels: it needs a C compiler."""
+
+
+@cache
+def import_library() -> Any:
+    """Import and return reasoning_gym, which is slow, and which nodes without such tasks do not need."""
+    with _stand_in_for_pycosat():
+        return importlib.import_module("reasoning_gym")  # waits for another thread that imports it
+
+
+@contextmanager
+def _stand_in_for_pycosat() -> Iterator[None]:
+    """Let the library import an empty pycosat where that is missing. `_check_name` refuses the data sets that would call it."""
+    with _IMPORT_LOCK:
+        is_missing = find_spec("pycosat") is None
+        if is_missing:
+            sys.modules["pycosat"] = ModuleType("pycosat")
+        try:
+            yield
+        finally:
+            if is_missing:  # sympy would take it for the real one
+                del sys.modules["pycosat"]
+
+
+_IMPORT_LOCK = threading.Lock()
 _DATA_SET_NAME = re.compile(r'^DATASET_NAME = "(\w+)"', re.MULTILINE)
 
 
@@ -279,11 +307,12 @@ def import_data_sets(names: Iterable[str]) -> None:
         wanted = ["reasoning_gym"]
     elif wanted:  # `coaching` and `factory` import each other, which works where `coaching` is the first
         wanted = ["reasoning_gym.coaching", *wanted]
-    for module in filter(None, wanted):
-        for package in itertools.accumulate(module.split(".")[:-1], "{}.{}".format):
-            if package not in sys.modules and (spec := find_spec(package)) is not None:
-                sys.modules[package] = module_from_spec(spec)
-        importlib.import_module(module)
+    with _stand_in_for_pycosat():
+        for module in filter(None, wanted):
+            for package in itertools.accumulate(module.split(".")[:-1], "{}.{}".format):
+                if package not in sys.modules and (spec := find_spec(package)) is not None:
+                    sys.modules[package] = module_from_spec(spec)
+            importlib.import_module(module)
 
 
 def _modules_of_data_sets() -> dict[str, str]:
@@ -295,16 +324,11 @@ def _modules_of_data_sets() -> dict[str, str]:
 
 
 def _check_declared(config: TaskSourceSection) -> None:
-    import reasoning_gym
-
-    check_declared(declared_by_class(reasoning_gym.factory.DATASETS[config.name][1]), config.parameters)
+    check_declared(declared_by_class(import_library().factory.DATASETS[config.name][1]), config.parameters)
 
 
 def _check_name(name: str) -> None:
-    import reasoning_gym  # waits for another thread that imports it; its factory alone is there early, and empty
-
-    data_sets = reasoning_gym.factory.DATASETS
-
+    data_sets = import_library().factory.DATASETS
     if name in REFUSED:
         raise TaskError(
             f"a source must be safe and the same on every node, got {name!r}: {REFUSED[name]}; choose another"
@@ -313,3 +337,8 @@ def _check_name(name: str) -> None:
         close = difflib.get_close_matches(name, data_sets, n=1)
         hint = f"did you mean {close[0]}?" if close else "see reasoning_gym.factory.DATASETS"
         raise TaskError(f"a reasoning_gym source must be one of its data sets, got {name!r}; {hint}")
+    if name in NEEDS_PYCOSAT and find_spec("pycosat") is None:
+        raise TaskError(
+            f"the data set {name} needs the package pycosat, got none; {install_extra('puzzles')} (this needs a C compiler), "
+            "or choose another data set"
+        )

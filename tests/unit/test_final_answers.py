@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reasoning_gym.utils import extract_answer
 
 from swarm.admission.reward_verifier import RewardVerifier
 from swarm.config import TaskSourceSection, TasksSection, parse
 from swarm.errors import ConfigError, TaskError
 from swarm.extensions.points import FINAL_ANSWERS
 from swarm.tasks.final_answers import FinalAnswerRule, answer_rule, final_answer
+from swarm.tasks.reasoning_gym_source import import_library
 from swarm.tasks.sandboxed_verifier import SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.tasks.task_source import TaskFailure, assess, prompt_digest, score
@@ -82,7 +82,7 @@ def test_what_a_rule_finds(name: str, parameters: dict[str, Any], text: str, exp
     ],
 )
 def test_tags_are_read_as_reasoning_gym_reads_them(text: str) -> None:
-    assert rule("tag").find(text) == extract_answer(text)
+    assert rule("tag").find(text) == import_library().utils.extract_answer(text)
 
 
 _MIB = 1 << 20

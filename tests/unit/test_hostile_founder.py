@@ -37,6 +37,8 @@ SUMS = {"kind": "reasoning_gym", "name": "chain_sum", "label": "sums", "paramete
 SECRET = "the passphrase of my wallet"
 SPOILED = """
 import os, time
+from swarm.tasks.reasoning_gym_source import import_library
+reasoning_gym = import_library()
 import reasoning_gym.arithmetic.chain_sum as sums
 
 class Spoiled(sums.ChainSumDataset):
@@ -58,7 +60,6 @@ class Spoiled(sums.ChainSumDataset):
                 item["question"] += f" <{type(error).__name__}>"
         return item
 
-reasoning_gym = __import__("reasoning_gym")
 reasoning_gym.factory.DATASETS["chain_sum"] = (Spoiled, sums.ChainSumConfig)
 """
 """A library that opens what it must not, and data sets that hang or eat memory. Python runs it from its path."""

@@ -10,6 +10,7 @@ import threading
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from swarm.cli.swarm.bootstrap import join_through
 from swarm.cli.swarm.preflight import machine_findings
 from swarm.config import DEMO_TASKS, LOCAL_SETTINGS, load, parse
+from swarm.diagnostics.check_result import CheckResult, Level
 from swarm.errors import ConfigError, ManifestError, TaskError
 from swarm.machine.hardware import Hardware, choose_policy
 from swarm.manifest.files import read_manifest
@@ -247,6 +249,28 @@ def test_preflight_tells_the_memory_of_a_small_base_in_small_units() -> None:
     config = load([], {"network.listen": '["/ip4/127.0.0.1/tcp/0"]'})
     (memory,) = [one.text for one in machine_findings(config, LAPTOP) if one.name == "memory"]
     assert re.match(r"about [\d.]+ MiB for 0\.\d+ M parameters, ", memory)
+
+
+@pytest.mark.parametrize("named", [("Linux", "aarch64"), ("Darwin", "arm64"), ("Linux", "riscv64")])
+def test_a_machine_is_judged_by_its_daemon_and_not_by_its_name(
+    named: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load([], {"network.listen": '["/ip4/127.0.0.1/tcp/0"]'})
+    monkeypatch.setattr("platform.system", lambda: named[0])
+    monkeypatch.setattr("platform.machine", lambda: named[1])
+
+    def daemon() -> CheckResult:
+        return next(one for one in machine_findings(config, LAPTOP) if one.name == "daemon")
+
+    assert daemon().level is Level.OK, "hivemind's wheel for this machine has the right one, whatever its name"
+    binary = tmp_path / "hivemind_cli" / "p2pd"
+    binary.parent.mkdir()
+    binary.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\x00\xf3\x00")  # for a machine of another kind
+    binary.chmod(0o755)
+    elsewhere = ModuleSpec("hivemind", None, is_package=True)
+    elsewhere.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr("swarm.diagnostics.machine.importlib.util.find_spec", lambda name: elsewhere)
+    assert daemon().level is Level.PROBLEM and "set network.backend to libp2p" in daemon().fix
 
 
 def test_preflight_names_every_problem_and_ends_with_its_own_exit_code(founded: Path) -> None:

@@ -1,25 +1,35 @@
 """What is installed is whole: version, licence, data files, ready configurations, citation."""
 
+import importlib.metadata
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trove_classifiers
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from swarm import __version__
 from swarm.config import load
 from swarm.config.load import ready_configs
+from swarm.machine.child_python import DISTRIBUTION, install_extra
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+_SPEC = spec_from_file_location("lock", ROOT / "packaging" / "lock.py")  # `packaging` is also the name of a library
+assert _SPEC and _SPEC.loader
+lock = sys.modules["lock"] = module_from_spec(_SPEC)
+_SPEC.loader.exec_module(lock)
 SOURCES = ("swarm", "node_configs", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -75,6 +85,7 @@ def test_wheel_holds_every_data_file_and_the_ready_configurations(wheel: Path) -
     assert data <= held
     assert "swarm/dashboard/static/added.js" in held
     assert {f"swarm/node_configs/{path.name}" for path in (ROOT / "node_configs").glob("*.toml")} <= held
+    assert "swarm/py.typed" in held
     assert not any(name.startswith(("tests/", "runs/")) for name in held)
 
 
@@ -184,10 +195,130 @@ def test_both_builds_of_vllm_are_the_version_of_the_extra() -> None:
     assert extra["vllm-bnb-plugin"].specifier.contains(plugin.partition("==")[2])
 
 
+def locked_versions() -> dict[str, str]:
+    """{name: version} of what `make setup` installs, torch included."""
+    texts = ((ROOT / f"requirements{part}.lock").read_text() for part in ("", "-dev", "-torch"))
+    return {
+        canonicalize_name(name): version
+        for text in texts
+        for name, version in re.findall(r"^([\w.-]+)==([^\s\\]+)", text, re.M)
+    }
+
+
+def installed(name: str) -> tuple[bool, set[str]]:
+    """(whether it is pure Python, tags of the wheel that it was installed from; none where an old pip installed a source)."""
+    text = importlib.metadata.distribution(name).read_text("WHEEL") or ""
+    return "Root-Is-Purelib: false" not in text, set(re.findall(r"^Tag: (\S+)", text, re.M))
+
+
+def test_the_locks_have_what_the_project_requires() -> None:
+    locked = locked_versions()
+    extras = PROJECT["optional-dependencies"]
+    for text in (*PROJECT["dependencies"], *extras["dev"], *extras["wandb"], *PYPROJECT["dependency-groups"]["build"]):
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(locked[canonicalize_name(wanted.name)]), f"{text}; run `make lock`"
+
+
+def test_every_compiled_package_came_as_a_wheel() -> None:
+    """What pip compiles itself has a platform without manylinux: such a package would need a compiler everywhere."""
+    hashes = {pin.partition("==")[0]: lines.count("sha256") for pin, lines in pins_of("requirements.lock").items()}
+    for name in locked_versions().keys() - {"torch"}:
+        is_pure, tags = installed(name)
+        platforms = {part for tag in tags for part in tag.rpartition("-")[2].split(".")}
+        assert all(platform == "any" or platform.startswith(("manylinux", "macosx")) for platform in platforms), (
+            name,
+            tags,
+        )
+        if not is_pure and platforms != {"any"} and name in hashes:
+            assert hashes[name] >= 3, (
+                f"{name} must have a wheel for Linux on x86-64, Linux on ARM and macOS; run `make lock`"
+            )
+
+
+def test_what_is_built_from_source_is_pure_python() -> None:
+    for name in lock.PURE_SOURCES:
+        files = importlib.metadata.files(name) or []
+        assert installed(name)[0] and files, name
+        assert not [file for file in files if file.suffix in (".so", ".pyd", ".dylib", ".c")], name
+
+
+def package_of(*platforms: str, **more: object) -> dict[str, Any]:
+    wheels = [
+        {"url": f"https://x/y/p-1.0-cp311-abi3-{platform}.whl", "hashes": {"sha256": f"{number:064d}"}}
+        for number, platform in enumerate(platforms)
+    ]
+    return {"name": "p", "version": "1.0", "wheels": wheels, "sdist": {"hashes": {"sha256": "f" * 64}}, **more}
+
+
+def test_a_lock_holds_the_wheels_for_our_machines_and_no_source() -> None:
+    here = ("manylinux_2_17_x86_64", "manylinux2014_aarch64", "macosx_11_0_arm64")
+    lines = lock.locked(package_of(*here, "win_amd64", "musllinux_1_2_x86_64", "macosx_10_9_x86_64")).splitlines()
+    assert lines[0] == "p==1.0 \\"
+    assert [int(line.strip(" \\").removeprefix("--hash=sha256:")) for line in lines[1:]] == [0, 1, 2]
+    elsewhere = lock.locked(package_of(*here[:2], marker="sys_platform == 'linux'")).splitlines()
+    assert elsewhere[0] == "p==1.0 ; sys_platform == 'linux' \\" and len(elsewhere) == 3
+
+
+@pytest.mark.parametrize(
+    "platforms",
+    [
+        (),  # as pycosat and fastecdsa
+        ("manylinux_2_17_x86_64", "manylinux_2_17_aarch64"),
+        ("manylinux_2_17_x86_64", "macosx_11_0_arm64"),
+        ("manylinux_2_39_x86_64", "manylinux_2_17_aarch64", "macosx_11_0_arm64"),  # too new a glibc
+        ("manylinux_2_17_x86_64", "manylinux_2_17_aarch64", "macosx_26_0_arm64"),
+    ],
+)
+def test_no_package_is_locked_that_would_have_to_be_compiled(platforms: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit, match=r"p==1\.0 must have a wheel for every machine .* has none for Target"):
+        lock.locked(package_of(*platforms))
+
+
+def test_uv_is_told_what_the_two_packages_without_wheels_are_needed_for() -> None:
+    """What stands in for reasoning-gym's own metadata differs from it by pycosat alone."""
+    stated = PYPROJECT["tool"]["uv"]
+    (gym,) = stated["dependency-metadata"]
+    own = {Requirement(text) for text in importlib.metadata.requires("reasoning-gym") or [] if "extra ==" not in text}
+    without = {Requirement(text) for text in gym["requires-dist"]}
+    assert {one.name for one in own - without} == {"pycosat"} and without < own
+    assert f"reasoning-gym=={gym['version']}" in PROJECT["dependencies"]
+    excluded = [line for line in (ROOT / "packaging/excludes.txt").read_text().splitlines() if not line.startswith("#")]
+    assert excluded == ["fastecdsa", "pycosat"]
+    assert [Requirement(text).name for text in stated["override-dependencies"]] == ["fastecdsa"]
+    assert not {"fastecdsa", "pycosat"} & locked_versions().keys()
+
+
+def test_nothing_tells_anybody_to_install_a_package_that_is_not_ours() -> None:
+    """swarm is on no index, and its distribution has another name than its command: whoever has that name gets no visitors."""
+    texts = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "swarm").rglob("*.py"), ROOT / "Makefile"]
+    by_name = re.compile(
+        r"\b(?:pip|pipx|uv)3? [^\n`]*\b(?:install|inject|add|run)\b[^\n`]*[ '\"]swarm(?:[-_]rl)?(?:\[|==|>=|['\"`]|$)",
+        re.M,
+    )
+    for path in texts:
+        found = by_name.search(path.read_text(encoding="utf-8"))
+        assert found is None, f"{path.name}: {found and found[0]}"
+    assert PROJECT["name"] == DISTRIBUTION
+
+
+def test_what_extras_need_is_said_as_the_project_has_it() -> None:
+    assert install_extra("tensorboard").endswith(" -m pip install 'tensorboardx>=2.6'")
+    for page, extra in (
+        ("data", "data"),
+        ("integrations", "wandb"),
+        ("integrations", "otel"),
+        ("integrations", "tensorboard"),
+    ):
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        assert all(f'"{package}"' in text for package in PROJECT["optional-dependencies"][extra]), extra
+
+
 def test_the_environment_is_set_up_with_hashes() -> None:
     """Also of what runs while a package is built: pip checks no hash of what an isolated build fetches."""
     for name in ("Makefile", "Dockerfile", "docs/operations/running.md"):
-        text = " ".join((ROOT / name).read_text().replace("\\\n", " ").split())
+        text = " ".join(
+            re.sub("^PIP = .*", "", (ROOT / name).read_text(), flags=re.M).replace("$(PIP)", "pip install").split()
+        )
         commands = re.findall(r"pip install ((?:(?!pip install)[^&#@])*)", text)
         assert any("-r requirements.lock" in command.replace("/src/", "") for command in commands), name
         for command in commands:

@@ -17,7 +17,7 @@ from swarm.tasks.parameter_rules import (
     declared_by_class,
     declared_by_function,
 )
-from swarm.tasks.reasoning_gym_source import REFUSED, ReasoningGymSource
+from swarm.tasks.reasoning_gym_source import REFUSED, ReasoningGymSource, import_library
 
 WORDS = {
     "advanced_geometry.task_types", "aiw.female_names", "aiw.male_names", "arc_agi.mirrors", "arc_agi.rotations",
@@ -48,9 +48,7 @@ TEXTS = (
 
 def library() -> Iterator[tuple[str, type, list[Field[Any]]]]:
     """(data set, configuration class, what it declares beside seed and size) of all that can be a source."""
-    from reasoning_gym.factory import DATASETS
-
-    for name, (_, config_class) in DATASETS.items():
+    for name, (_, config_class) in import_library().factory.DATASETS.items():
         if name not in REFUSED:
             yield name, config_class, [one for one in fields(config_class) if one.name not in ("seed", "size")]
 

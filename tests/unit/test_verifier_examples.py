@@ -9,7 +9,7 @@ import pytest
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.extensions.points import VERIFIERS
 from swarm.tasks.code_source import CodeSource
-from swarm.tasks.reasoning_gym_source import score_once
+from swarm.tasks.reasoning_gym_source import import_library, score_once
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 
@@ -38,8 +38,7 @@ def test_examples_of_verifiers_of_files(name: str, expected: str, right: list[st
 
 @pytest.mark.parametrize(("cells"), rows("data set"))
 def test_examples_of_data_sets(cells: list[list[str]]) -> None:
-    import reasoning_gym
-
+    reasoning_gym = import_library()
     (name,), (expected,), right, wrong = cells
     data_set = reasoning_gym.create_dataset(name, seed=0, size=1)
     entry = {**data_set[0], "answer": expected}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from swarm.manifest.manifest import Manifest
 
 _OPTIONS = ("--founder", "--task-file", "--reward-file", "--check", "--dial", "--dry-run", "--fresh", "--resume",
-            "--accept-edition")  # fmt: skip
+            "--accept-edition", "--end-when-stuck")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,9 @@ def join(
         False,
         "--fresh/--resume",
         help="Start a new run; the earlier run is moved aside. Default: resume the earlier run.",
+    ),
+    end_when_stuck: bool = typer.Option(
+        False, "--end-when-stuck", help="End with code 18 when the node is stuck, so that a supervisor can restart it."
     ),
 ) -> None:
     """Take part in a swarm: check its manifest, run a node.
@@ -119,7 +122,7 @@ def join(
     from swarm.cli.swarm.passphrase import unlock
     from swarm.node.process import run_node
 
-    run_node(config, fresh=fresh, unlock=unlock)
+    run_node(config, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
 
 
 def _introduce(manifest: "Manifest", *, is_known: bool) -> None:
@@ -278,7 +281,8 @@ def _report(manifest: "Manifest", findings: list["CheckResult"]) -> None:
 
     table = Table("what", "", "finding", title=f"taking part in {manifest.name}", title_justify="left")
     for finding in findings:
-        table.add_row(finding.name, finding.level, plain(finding.text))
+        text = f"{finding.text}; {finding.fix}" if finding.fix else finding.text
+        table.add_row(finding.name, finding.level, plain(text))
     Console(markup=False, highlight=False).print(table)
     problems = [finding.name for finding in findings if finding.level is Level.PROBLEM]
     if problems:

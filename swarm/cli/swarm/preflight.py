@@ -8,7 +8,6 @@ import importlib.util
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import tempfile
@@ -118,17 +117,15 @@ def _quantization(policy: PolicySection, hardware: Hardware) -> Iterator[CheckRe
 
 
 def _network(network: NetworkSection) -> Iterator[CheckResult]:
+    from swarm.diagnostics.machine import check_daemon
     from swarm.network.own_ports import check_port_is_free
     from swarm.network.tcp_address import parse_setting
 
     for package in dict.fromkeys((network.backend, network.gossip)):
         if package in ("hivemind", "libp2p"):
             yield _package(package)
-    if network.backend == "hivemind" and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        text = (
-            f'the libp2p daemon is for Linux on x86-64, this is {platform.platform()}; set network.backend = "libp2p"'
-        )
-        yield problem("daemon", text)
+    if network.backend == "hivemind":
+        yield check_daemon()
 
     def check_listen() -> None:
         for address in parse_setting("listen", network.listen):

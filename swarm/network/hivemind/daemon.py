@@ -182,8 +182,8 @@ class Daemon:
             )
         except OSError as error:
             raise NetworkError(
-                f"the libp2p daemon must run on this machine (Linux x86-64), got {error}; "
-                'set network.backend = "off", or run the node where it exists'
+                f"the libp2p daemon must run on this machine, got {error}; "
+                'set network.backend = "libp2p", which needs no daemon'
             ) from None
         self._output = asyncio.create_task(self._read_output(self._process))
         ready = asyncio.create_task(self._ready.wait())

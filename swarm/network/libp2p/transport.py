@@ -1,4 +1,4 @@
-"""The transport of a node without the daemon, which exists for Linux on x86-64 only. It is all in Python.
+"""The transport of a node without the daemon. It is all in Python, and runs where no binary of the daemon does.
 
     index    → `swarm/index/1` of full peers (configured ones, and those whose presence says that they host the index)
     requests → streams of a py-libp2p host, to daemons and to other light nodes
