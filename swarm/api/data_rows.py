@@ -21,8 +21,8 @@ def data_rows(
 ) -> tuple[str, str]:
     """(the lines of a JSONL file, the system message of all conversations).
 
-    `columns`: {field: column}, such as {"prompt": "question"}. `read`: the fields to keep; None: all, for a function. Raises TaskError for what is
-    no data set, an empty one, missing columns, and values that JSON cannot hold.
+    `columns`: {field: column}, such as {"prompt": "question"}. `read`: the fields to keep; None: all, for a function.
+    Raises TaskError for what is no data set, an empty one, missing columns, and values that JSON cannot hold.
     """
     rows = [_plain_row(number, row) for number, row in enumerate(_rows_of(dataset))]
     if not rows:

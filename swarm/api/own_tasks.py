@@ -52,7 +52,6 @@ class OwnTasks:
                 for one in (folder, path.parent.parent, path.parent):
                     one.mkdir(parents=True, exist_ok=True, mode=0o700)
                 check_no_links(folder, {TASKS})
-                check_no_links(path.parents[1], {path.parent.name})
                 if not path.is_file() or path.read_bytes() != text.encode():
                     replace_file(path, text)
         except OSError as error:

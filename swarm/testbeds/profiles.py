@@ -86,6 +86,7 @@ class NodePlan:
         return self.folder.with_suffix(".toml")
 
     def write(self) -> None:
+        self.config_path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self.config_path, dump_toml(self.config))
 
 
