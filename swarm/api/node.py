@@ -247,6 +247,11 @@ def _with_texts(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def near(folder: Path) -> Path:
+    """A folder as people name it: relative to the current one where it is beneath that."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+
+
 def frame_of(records: list[dict[str, Any]]) -> "DataFrame":
     """A DataFrame of records. Raises SwarmError where pandas is not installed."""
     try:

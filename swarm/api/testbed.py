@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from swarm.api.node import Evaluation, Node, Round, frame_of, settings_of
+from swarm.api.node import Evaluation, Node, Round, frame_of, near, settings_of
 from swarm.api.own_tasks import OwnTasks, own_tasks
 from swarm.config import merge
 from swarm.errors import ConfigError
@@ -71,9 +71,9 @@ class Testbed:
         request = replace(self._request, num_rounds=rounds)
         plan_nodes(self.folder, request)  # whether the settings are valid, before an earlier run is moved
         console = Console(quiet=not progress)
-        with open_testbed(self.folder, console, fresh=fresh):
+        with open_testbed(near(self.folder), console, fresh=fresh):
             self._tasks.write(self.folder)
-            run_and_report(self.folder, request, console, minutes)
+            run_and_report(near(self.folder), request, console, minutes)
         return self.rounds()
 
     def rounds(self) -> dict[str, list[Round]]:

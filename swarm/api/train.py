@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from swarm.api.node import Evaluation, Node, settings_of
+from swarm.api.node import Evaluation, Node, near, settings_of
 from swarm.api.own_tasks import own_tasks
 from swarm.config import merge, parse, read, ready_configs
 from swarm.errors import ConfigError
@@ -61,7 +61,7 @@ def train(
     else:
         node = Node.join(swarm, reward=rewards, dataset=dataset, **own)
     training = Training(node)
-    with LiveTable(Console(quiet=not progress), f"training in {node.folder}") as table:
+    with LiveTable(Console(quiet=not progress), f"training in {near(node.folder)}") as table:
         training.run(rounds, table, fresh=fresh)
     return training
 
@@ -90,7 +90,7 @@ class Training:
         left = rounds - (0 if fresh else self.node.num_rounds)
         if left < 1:
             table.say(
-                f"all {self.node.num_rounds} rounds are done in {self.node.folder}; raise rounds, or set fresh=True"
+                f"all {self.node.num_rounds} rounds are done in {near(self.node.folder)}; raise rounds, or set fresh=True"
             )
             return
         self._show(table, rounds, "starting")
