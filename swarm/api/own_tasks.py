@@ -118,10 +118,10 @@ def _of_rows(tasks: OwnTasks, dataset: Any, given: dict[str, Any]) -> dict[str, 
     columns = given.pop("columns", {})
     if not isinstance(columns, Mapping) or not all(isinstance(one, str) for one in columns.values()):
         raise ConfigError(f'columns must be names by field, got {columns}; write {{"prompt": "question"}}')
-    signals = given.get("signals", [])
-    text, system = data_rows(
-        dataset, columns, needs_answer=not signals or any("function" not in one for one in signals)
-    )
+    functions = ["function" in one for one in given.get("signals", [])]
+    asked = _FIELD.findall(str(given.get("prompt_template", "")))
+    read = None if any(functions) else {"prompt", "answer", "verifier", *asked}  # only functions read further fields
+    text, system = data_rows(dataset, columns, needs_answer=not (functions and all(functions)), read=read)
     if system:
         given.setdefault("system", system)
     return {"kind": "jsonl", "path": tasks.add("rows.jsonl", text), **given}
