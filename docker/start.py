@@ -56,7 +56,7 @@ def node(arguments: list[str]) -> list[str]:
 
 def node_command(number: int, data: Path, manifest: Path, arguments: list[str]) -> list[str]:
     """Of node `number`; `arguments` win over its profile."""
-    from swarm.testbed.profiles import PROFILES
+    from swarm.testbeds.profiles import PROFILES
 
     profile = PROFILES[(number - 1) % len(PROFILES)]
     settings = {

@@ -1,1 +1,4 @@
-"""What Python programs and notebooks use: `swarm.Node`. Its names stay as they are from version to version."""
+"""What Python programs and notebooks use: `swarm.Node`, `swarm.testbed`, `swarm.train`.
+
+Its names stay as they are from version to version.
+"""

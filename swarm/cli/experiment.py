@@ -77,7 +77,7 @@ def write_one(
 @contextlib.contextmanager
 def one_run(folder: Path) -> "Iterator[Console]":
     """One run per folder; says how to go on when it is interrupted."""
-    from swarm.testbed.testbed import exclusive
+    from swarm.testbeds.testbed import exclusive
 
     screen = console()
     with exclusive(folder):

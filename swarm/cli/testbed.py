@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, seed_list, split_arguments
-from swarm.errors import SwarmError
-from swarm.observability.plain_text import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from swarm.testbed.profiles import PlanRequest
+    from swarm.testbeds.profiles import PlanRequest
 
 _OPTIONS = (
     "--nodes",
@@ -83,9 +81,8 @@ def testbed(
     from rich.console import Console
 
     from swarm.config.policy import BUNDLED, BUNDLED_REASONING
-    from swarm.machine.node_folder import set_aside
-    from swarm.testbed.profiles import MERGING, PlanRequest, final_merge_time
-    from swarm.testbed.testbed import LOCK_FILE, exclusive
+    from swarm.testbeds.profiles import MERGING, PlanRequest, final_merge_time
+    from swarm.testbeds.testbed import open_testbed, run_and_report
 
     configs, overrides = split_arguments(config or [], _OPTIONS)
     if merge:
@@ -99,17 +96,11 @@ def testbed(
     request = PlanRequest(num_nodes=nodes, num_rounds=rounds, configs=configs, overrides=overrides)
     folder = folder or _default_folder(compare, policy)
     console = Console()
-    with exclusive(folder):
-        if fresh and (aside := set_aside(folder, {LOCK_FILE})):
-            console.print(f"earlier run moved to {aside}", highlight=False, soft_wrap=True)
-        try:
-            if compare:
-                _compare(folder, request, seed_list(seeds), console)
-            else:
-                _run(folder, request, minutes, console)
-        except KeyboardInterrupt:
-            console.print(f"all nodes have ended; the same command resumes {folder}", highlight=False)
-            raise
+    with open_testbed(folder, console, fresh=fresh):
+        if compare:
+            _compare(folder, request, seed_list(seeds), console)
+        else:
+            run_and_report(folder, request, console, minutes)
 
 
 def _default_folder(compare: What | None, policy: BundledPolicy | None) -> Path:
@@ -119,31 +110,8 @@ def _default_folder(compare: What | None, policy: BundledPolicy | None) -> Path:
     return Path("runs/comparison" if compare else "runs/testbed")
 
 
-def _run(folder: Path, request: "PlanRequest", minutes: float | None, console: "Console") -> None:
-    from swarm.report.plot import plot_testbed
-    from swarm.report.summary import conclusion, exchange_table, learning_table, source_table, summarize, write_summary
-    from swarm.testbed.profiles import plan_nodes
-    from swarm.testbed.testbed import Testbed
-
-    swarm = Testbed(plan_nodes(folder, request), console)
-    before = swarm.views()
-    if all(view.state == "done" for view in before):
-        console.print(f"this run is complete; --fresh starts anew, --rounds beyond {before[0].max_rounds} goes on")
-    elif any(view.history.rounds for view in before):
-        console.print(f"resuming the run in {folder}; --fresh would start anew", highlight=False)
-    views = swarm.run(f"{counted(request.num_nodes, 'node')} in {folder}", minutes)
-    summaries = [summarize(view) for view in views]
-    write_summary(summaries, folder / "summary.json")
-    console.print(learning_table(summaries), source_table(summaries), exchange_table(summaries))
-    console.print(conclusion(summaries), highlight=False)
-    plot_testbed(views, folder / "progress.png")
-    console.print(f"plot: {folder / 'progress.png'}", highlight=False, soft_wrap=True)
-    if any(view.state not in ("done", "stopped") for view in views):
-        raise SwarmError(f"every node should end in good order, see the table above; logs are in {folder}/node-*/logs")
-
-
 def _compare(folder: Path, request: "PlanRequest", seeds: list[int], console: "Console") -> None:
-    from swarm.testbed.comparison import Comparison, comparison_table, plot_comparison
+    from swarm.testbeds.comparison import Comparison, comparison_table, plot_comparison
 
     results = Comparison(folder, request, console).run(seeds)
     console.print(comparison_table(results))

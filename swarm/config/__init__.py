@@ -6,7 +6,7 @@ An unknown key is an error that names the nearest known one. Nothing here import
 
 from swarm.config.config import Config
 from swarm.config.integrations import IntegrationsSection
-from swarm.config.load import Origin, dump_toml, load, merge, origin_in, parse, read, resolve_paths
+from swarm.config.load import Origin, dump_toml, load, merge, origin_in, parse, read, ready_configs, resolve_paths
 from swarm.config.merging import MergingSection, largest_stable_beta
 from swarm.config.network import NetworkSection
 from swarm.config.node import CheckpointSection, EvaluationSection, NodeSection, ObservabilitySection, SwarmSection
@@ -72,5 +72,6 @@ __all__ = [
     "origin_in",
     "parse",
     "read",
+    "ready_configs",
     "resolve_paths",
 ]

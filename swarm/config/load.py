@@ -24,6 +24,7 @@ _KINDS = {"int": " to a whole number", "float": " to a number", "bool": " to tru
 """By the first word of an error's type, such as int_parsing."""
 _ALIASES = {
     "learning_rate": "training.lr",
+    "lr": "training.lr",
     "batch_size": "training.micro_batch_sequences",
     "micro_batch_size": "training.micro_batch_sequences",
     "gradient_clip": "training.max_grad_norm",

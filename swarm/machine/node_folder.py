@@ -11,13 +11,15 @@ from swarm.machine.safe_files import check_no_links
 
 MAX_CONFIG_BYTES = 1 << 20
 """Of config.toml."""
+TASKS = "tasks"
+"""Folder of reward functions and rows that a Python program has given, each in a folder named by its content."""
 _KEPT_ON_FRESH_START = {
     "lock", "manifest.toml", "peers.json", "ports.json", "reputation.json", "silo.roll", "silo.invite",
-    "silo-owner.key", "silo-owner.silo", "page.token",
+    "silo-owner.key", "silo-owner.silo", "page.token", TASKS,
 }  # fmt: skip
-"""Files that a fresh start keeps besides those of the identity: swarm, known peers, ports, reputation and membership."""
+"""What a fresh start keeps besides the files of the identity: swarm, known peers, ports, reputation, membership, task files."""
 _PREVIOUS = re.compile(r"previous-([0-9]{3,9})")
-_OWN_FOLDERS = frozenset({"checkpoints", "logs", "final-adapter", "tensorboard"})
+_OWN_FOLDERS = frozenset({"checkpoints", "logs", "final-adapter", "tensorboard", TASKS})
 """What a node writes to by names that others can foresee."""
 
 

@@ -1,4 +1,4 @@
-"""Shows the progress of running nodes: a table that is redrawn on a terminal, or plain lines elsewhere."""
+"""Shows the progress of running nodes: a table that is redrawn on a terminal or in a notebook, or plain lines elsewhere."""
 
 import time
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean as mean
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -20,6 +20,7 @@ SMOOTHING_ROUNDS = 10
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 16
 _LINE_INTERVAL_S = 10.0
+_CELL_INTERVAL_S = 1.0
 _WIDE_COLUMNS = 110
 
 
@@ -42,7 +43,11 @@ class LiveTable:
         self._title = title
         self._started = time.monotonic()
         self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        self._cell: Any = None
+        """The output of a notebook that is redrawn."""
         self._line_due = 0.0
+        self._unshown: Sequence[NodeView] = ()
+        """The newest state, where it came before its line was due."""
 
     def __enter__(self) -> Self:
         if self._live:
@@ -54,6 +59,8 @@ class LiveTable:
     ) -> None:
         if self._live:
             self._live.stop()
+        elif self._unshown:
+            self._print(self._unshown)
 
     def update(self, views: Sequence[NodeView]) -> None:
         elapsed_s = time.monotonic() - self._started
@@ -61,8 +68,26 @@ class LiveTable:
             is_wide = self._console.width >= _WIDE_COLUMNS
             self._live.update(_table(f"{self._title}  {_clock(elapsed_s)}", views, is_wide))
         elif elapsed_s >= self._line_due:
-            self._line_due = elapsed_s + _LINE_INTERVAL_S
+            self._line_due = elapsed_s + (_CELL_INTERVAL_S if self._console.is_jupyter else _LINE_INTERVAL_S)
+            self._print(views)
+        else:
+            self._unshown = views
+
+    def _print(self, views: Sequence[NodeView]) -> None:
+        self._unshown = ()
+        elapsed_s = time.monotonic() - self._started
+        if not self._console.is_jupyter:
             self._console.print(_line(elapsed_s, views), markup=False, highlight=False, soft_wrap=True)
+        elif not self._console.quiet:
+            self._draw_in_notebook(_table(f"{self._title}  {_clock(elapsed_s)}", views, is_wide=False))
+
+    def _draw_in_notebook(self, table: Table) -> None:
+        from IPython.display import display  # there is one where the console says that it writes to a notebook
+
+        if self._cell is None:
+            self._cell = display(table, display_id=True)
+        else:
+            self._cell.update(table)
 
     def say(self, text: str) -> None:
         """One line that stays on the screen above the table."""

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -127,7 +128,7 @@ def _parse(text: bytes, where: str, config: TaskSourceSection, template: PromptT
         raise TaskError(f"a line must be one JSON object in UTF-8, got {error} in {where}; fix that line") from None
     if not isinstance(data, dict):
         raise TaskError(f'a line must have a text "prompt", got none in {where}; fix that line')
-    _check_names(data, where, template)
+    _check_names(data, where, template, [PROMPT, *(["answer"] if needs_answer(config) else [])])
     prompt = _prompt(data, where, template)
     facts = {name: value for name, value in data.items() if name not in (PROMPT, "answer", "verifier")}
     unknown = sorted(facts.keys() - template.names)
@@ -137,6 +138,8 @@ def _parse(text: bytes, where: str, config: TaskSourceSection, template: PromptT
             f"{where}; fix that line"
         )
     answer, verifier = data.get("answer"), data.get("verifier", config.verifier)
+    if answer is None and not needs_answer(config):
+        return Line(prompt, "", config.verifier, facts)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise TaskError(f'a line must have an "answer" (text or number), got {answer!r} in {where}; fix that line')
     try:
@@ -146,9 +149,14 @@ def _parse(text: bytes, where: str, config: TaskSourceSection, template: PromptT
     return Line(prompt, str(answer), verifier, facts)
 
 
-def _check_names(data: dict[str, Any], where: str, template: PromptTemplate) -> None:
+def needs_answer(config: TaskSourceSection) -> bool:
+    """Whether every task must have an expected answer: not where functions alone decide the reward."""
+    return not config.signals or any(not signal.function for signal in config.signals)
+
+
+def _check_names(data: dict[str, Any], where: str, template: PromptTemplate, needed: Sequence[str]) -> None:
     """Raise TaskError where other names than `prompt` and `answer` stand for them, with the mapping that fixes it."""
-    missing = [name for name in (PROMPT, "answer") if name not in data and name in {*template.names, "answer"}]
+    missing = [name for name in needed if name not in data and name in {*template.names, "answer"}]
     others = [name for name in data if name not in {PROMPT, "answer", "verifier", *template.names}]
     if missing and others:
         wanted = " and ".join('a text "prompt"' if name == PROMPT else 'an "answer"' for name in missing)

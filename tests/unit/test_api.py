@@ -79,8 +79,11 @@ def test_each_exit_code_is_the_error_that_it_stands_for() -> None:
 
 def test_the_package_is_imported_at_once_and_names_what_it_has() -> None:
     script = (
-        "import sys, swarm\nassert not {'pydantic', 'torch', 'rich'} & set(sys.modules)\n"
+        "import sys, time\nbegun = time.process_time()\nimport swarm\nassert time.process_time() - begun < 0.2\n"
+        "assert {*swarm.__all__} <= {*dir(swarm)}\n"
+        "assert not {'pydantic', 'torch', 'rich'} & set(sys.modules)\n"
         "assert swarm.Node.__name__ == 'Node' and 'torch' not in sys.modules\n"
+        "assert all(getattr(swarm, one).__doc__ for one in swarm.__all__) and 'torch' not in sys.modules\n"
         "try:\n    swarm.Nodes\nexcept AttributeError as error:\n    print(error)"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "swarm"
 EVERYONE = {"types", "errors", "config", "extensions", "limits", "machine", "observability", "__init__", "__version__"}
 ALLOWED: dict[str, set[str]] = {
-    "api": {"adapters", "engine", "node", "policy", "report", "tasks", "testbed", "warm_start"},
+    "api": {"adapters", "engine", "node", "policy", "manifest", "report", "sandbox", "tasks", "testbeds", "warm_start"},
     "machine": set(),
     "limits": set(),
     "config": set(),
@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": {"adapters", "records"},
     "dashboard": {"records", "node"},
     "report": {"dashboard", "records"},
-    "testbed": {"records", "report"},
+    "testbeds": {"records", "report"},
     "diagnostics": {"records", "network", "silo"},  # torch in a program of its own only
     "simulation": {"tasks", "records", "admission", "network", "pool", "sharing"},
     "experiments": {
@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 TORCH_FREE = {
     "config", "extensions", "machine", "limits", "observability", "sandbox", "tasks", "records", "admission",
-    "network", "pool", "sharing", "merging/exchange", "silo", "simulation", "cli", "testbed", "dashboard", "report",
+    "network", "pool", "sharing", "merging/exchange", "silo", "simulation", "cli", "testbeds", "dashboard", "report",
 }  # fmt: skip
 
 

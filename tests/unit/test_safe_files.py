@@ -43,7 +43,7 @@ from swarm.report.node_history import NodeHistory
 from swarm.report.run_report import write_report
 from swarm.report.tables import write_report as write_experiment
 from swarm.sharing.reputation import Reputation
-from swarm.testbed.testbed import exclusive
+from swarm.testbeds.testbed import exclusive
 from tests.swarm_process import swarm
 
 SOURCE = Path(__file__).parents[2] / "swarm"

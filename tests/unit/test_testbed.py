@@ -24,10 +24,10 @@ from swarm.report.live_table import NodeView, sparkline
 from swarm.report.node_history import MAX_REASONS, MAX_ROW_BYTES, NodeHistory
 from swarm.report.plot import plot_testbed, running_minutes
 from swarm.report.summary import conclusion, exchange_table, learning_table, source_table, summarize
-from swarm.testbed.comparison import ARMS, ArmResult, Comparison, comparison_table, plot_comparison
-from swarm.testbed.profiles import MERGING, NodePlan, PlanRequest, final_merge_time, plan_nodes
-from swarm.testbed.testbed import LOCK_FILE, NodeProcess, exclusive, stop_all
-from swarm.testbed.testbed import Testbed as LocalSwarm
+from swarm.testbeds.comparison import ARMS, ArmResult, Comparison, comparison_table, plot_comparison
+from swarm.testbeds.profiles import MERGING, NodePlan, PlanRequest, final_merge_time, plan_nodes
+from swarm.testbeds.testbed import LOCK_FILE, NodeProcess, exclusive, stop_all
+from swarm.testbeds.testbed import Testbed as LocalSwarm
 from tests.unit.fake_node import end_row, evaluation_row, round_row
 
 FAKE_NODE = Path(__file__).with_name("fake_node.py")
@@ -296,7 +296,7 @@ class TestTestbed:
         """A testbed process of its own, interrupted as a terminal would."""
         script = (
             "import io, sys\nfrom pathlib import Path\nfrom rich.console import Console\n"
-            "from swarm.testbed.profiles import PlanRequest, plan_nodes\nfrom swarm.testbed.testbed import Testbed\n"
+            "from swarm.testbeds.profiles import PlanRequest, plan_nodes\nfrom swarm.testbeds.testbed import Testbed\n"
             "from tests.unit.test_testbed import fake_command\n"
             f"plans = plan_nodes(Path({str(tmp_path)!r}), PlanRequest(num_nodes=2))\n"
             "Testbed(plans, Console(file=io.StringIO()), fake_command({'node-1': 'wait', 'node-2': 'wait'})).run('test')"

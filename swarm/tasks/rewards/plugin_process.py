@@ -2,16 +2,19 @@
 
 opening:  {"target": "module:attribute", or the attribute of a file, "file": its name or "", "code": its text,
            "parameters": {…}, "is_offered": whether a package offers it by an entry point, "is_by_manifest": …}
-question: "form"                                      {"takes_task": whether it is called with (task, answer)}
+question: "form"                                      {"takes_task": whether it is called with facts of the task}
           [prompt, expected answer, facts, answer]    {"value": number}, {"values": {name: number}} or {"error": text}
 
 A reply with an error may have "is_spent": true where the process has no memory left for the next answer.
+
+A function with a parameter `completions` is one of TRL's GRPOTrainer: reward_func(prompts, completions, **columns) -> [number].
+It is called by name, with lists of one item.
 """
 
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from types import MappingProxyType, ModuleType
@@ -53,8 +56,9 @@ def start(opening: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
         raise ImportError(_message(error, file)) from None
     if not callable(function):
         raise TypeError(f"{target} is no function")
-    takes_task = _takes_task(function, parameters, is_offered=opening["is_offered"])
-    if opening["is_by_manifest"]:
+    columns = _columns_of(function, parameters)
+    takes_task = columns is not None or _takes_task(function, parameters, is_offered=opening["is_offered"])
+    if opening["is_by_manifest"] and parameters:  # hints of types need not be loadable otherwise
         check_declared(declared_by_function(function, 2 if takes_task else 3), parameters)
 
     def answer(question: Any) -> dict[str, Any]:
@@ -62,6 +66,8 @@ def start(opening: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
             return {"takes_task": takes_task}
         prompt, expected, facts, text = question
         try:
+            if columns is not None:
+                return {"value": _number(_of_lists(function, columns, RewardTask(prompt, expected, facts), text))}
             if not takes_task:
                 return {"value": float(function(prompt, expected, text, **parameters))}
             return _values(function(RewardTask(prompt, expected, MappingProxyType(Facts(facts))), text, **parameters))
@@ -108,6 +114,54 @@ def _fits(signature: inspect.Signature, count: int, parameters: Mapping[str, Any
     except TypeError:
         return False
     return True
+
+
+_LISTS = ("prompts", "completions")
+_MESSAGES = "prompt_messages"
+"""The fact that holds a prompt as the messages of a conversation; completions are messages then, too."""
+
+
+def _columns_of(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Collection[str] | None:
+    """The columns that a function of TRL's form must get, beside prompts and completions; None for one of another form.
+
+    Raises TypeError for parameters, which such a function does not take.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C
+        return None
+    if "completions" not in signature.parameters:
+        return None
+    if parameters:
+        raise TypeError(
+            f"a reward function that takes completions takes columns and no parameters, got {[*parameters]}"
+        )
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = [one for one in signature.parameters.values() if one.kind in kinds]
+    return [one.name for one in named if one.default is one.empty and one.name not in _LISTS]
+
+
+def _of_lists(function: Callable[..., Any], needed: Collection[str], task: RewardTask, text: str) -> Any:
+    """The value of one answer, from a function that takes lists. Raises TypeError or KeyError."""
+    columns = {"answer": task.answer, **task.facts} if task.answer else {**task.facts}
+    messages = columns.pop(_MESSAGES, None)
+    if missing := [name for name in needed if name not in columns]:
+        raise KeyError(f"{missing[0]}: columns of this task are {', '.join(sorted(columns)) or 'none'}")
+    signature = inspect.signature(function)
+    if not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+        columns = {name: value for name, value in columns.items() if name in signature.parameters}
+    asked = {"prompts": messages or task.prompt} if _takes(signature, "prompts") else {}
+    said = [{"role": "assistant", "content": text}] if messages else text
+    given = function(**{name: [value] for name, value in {**columns, **asked, "completions": said}.items()})
+    if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__len__"):
+        raise TypeError(f"rewards must be a list of numbers, one per completion, got {repr(given)[:_MAX_SHOWN_CHARS]}")
+    if len(given) != 1:
+        raise ValueError(f"rewards must be one number per completion, got {len(given)} for 1 completion")
+    return given[0]
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    return name in signature.parameters or any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
 
 
 def _values(given: Any) -> dict[str, Any]:

@@ -3,28 +3,21 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from swarm.config import Config, dump_toml, load
+from swarm.config import Config, dump_toml, merge, origin_in, parse, read
 from swarm.errors import ConfigError
 from swarm.machine.safe_files import replace_file
 
-_COMMON = """# What all nodes of this testbed share. Written anew at each start.
-
-[node]
-threads = 1                # the nodes share the cores
-
-[swarm]
-name = "testbed"
-
-[network]
-poll_interval_s = 0.5      # rounds take about a second
-
-[evaluation]
-tasks_per_source = 48
-interval_rounds = 50
-"""
+_COMMON: Mapping[str, Any] = {
+    "node": {"threads": 1},  # the nodes share the cores
+    "swarm": {"name": "testbed"},
+    "network": {"poll_interval_s": 0.5},  # rounds take about a second
+    "evaluation": {"tasks_per_source": 48, "interval_rounds": 50},
+}
+"""What all nodes of a testbed share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +86,7 @@ class NodePlan:
         return self.folder.with_suffix(".toml")
 
     def write(self) -> None:
+        self.config_path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self.config_path, dump_toml(self.config))
 
 
@@ -106,19 +100,16 @@ class PlanRequest:
     configs: Sequence[Path] = ()
     """TOML files for all nodes; a node's profile wins over them."""
     overrides: Mapping[str, str] | None = None
-    """{dotted key: text} for all nodes; wins over everything."""
+    """{dotted key: text} for all nodes; wins over files and profiles."""
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Plain data in the shape of a file, for all nodes; wins over everything."""
 
 
 def plan_nodes(folder: Path, request: PlanRequest, arm: Mapping[str, str] | None = None) -> list[NodePlan]:
-    """Write the common file to `folder` and resolve a configuration per node; `arm` wins over profiles.
-
-    Raises ConfigError.
-    """
-    if request.num_nodes < 1:
-        raise ConfigError(f"a testbed needs at least one node, got {request.num_nodes}; set --nodes")
-    folder.mkdir(parents=True, exist_ok=True)
-    common = folder / "common.toml"
-    replace_file(common, _COMMON)
+    """Resolve a configuration per node; `arm` wins over profiles. Writes nothing. Raises ConfigError."""
+    for name, value in (("nodes", request.num_nodes), ("rounds", request.num_rounds)):
+        if value < 1:
+            raise ConfigError(f"{name} of a testbed must be at least 1, got {value}; set {name}")
     plans = []
     for number in range(request.num_nodes):
         profile = PROFILES[number % len(PROFILES)]
@@ -129,7 +120,8 @@ def plan_nodes(folder: Path, request: PlanRequest, arm: Mapping[str, str] | None
             "node.max_rounds": str(max(1, round(request.num_rounds * profile.rounds_share))),
         }
         overrides = {**profile.overrides, **own, **(arm or {}), **(request.overrides or {})}
-        config = load([common, *request.configs], overrides)
+        data = merge(merge(_COMMON, read(request.configs, overrides)), request.settings)
+        config = parse(data, origin_in(request.configs, overrides))
         if config.node.dir != folder / name:
             raise ConfigError(f"node.dir is chosen per node here, got {config.node.dir}; set --dir in its place")
         plans.append(NodePlan(name, profile.label, config))

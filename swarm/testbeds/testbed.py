@@ -21,16 +21,17 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from swarm.errors import ConfigError, NodeNotRunningError
+from swarm.errors import ConfigError, NodeNotRunningError, SwarmError
 from swarm.machine import tethered
 from swarm.machine.child_python import swarm_command
-from swarm.machine.node_folder import NodeFolder
+from swarm.machine.node_folder import TASKS, NodeFolder, set_aside
 from swarm.machine.safe_files import check_no_links, open_to_append, open_to_read
-from swarm.observability.plain_text import plain
+from swarm.observability.plain_text import counted, plain
 from swarm.observability.status_file import read_status
 from swarm.report.live_table import LiveTable, NodeView
 from swarm.report.node_history import NodeHistory
-from swarm.testbed.profiles import NodePlan
+from swarm.report.summary import conclusion, exchange_table, learning_table, source_table, summarize, write_summary
+from swarm.testbeds.profiles import NodePlan, PlanRequest, plan_nodes
 
 STOP_GRACE_S = 4.0
 """How long nodes may finish their round after an interrupt; then they are killed."""
@@ -237,6 +238,43 @@ class Testbed:
         if process.exit_code is None:
             return "learning" if self._histories[plan.name].rounds else "starting"
         return "stopped" if process.exit_code in (0, _INTERRUPTED) else process.cause_of_death()
+
+
+def run_and_report(folder: Path, request: PlanRequest, console: Console, max_minutes: float | None = None) -> None:
+    """Run the nodes of a testbed with a live table; then print what they learned, and write summary.json and a plot.
+
+    Raises ConfigError, SwarmError where a node failed, and KeyboardInterrupt after all nodes have ended.
+    """
+    from swarm.report.plot import plot_testbed
+
+    testbed = Testbed(plan_nodes(folder, request), console)
+    before = testbed.views()
+    if all(view.state == "done" for view in before):
+        console.print(f"this run is complete; start anew with fresh, or go on beyond {before[0].max_rounds} rounds")
+    elif any(view.history.rounds for view in before):
+        console.print(f"resuming the run in {folder}; fresh would start anew", highlight=False)
+    views = testbed.run(f"{counted(request.num_nodes, 'node')} in {folder}", max_minutes)
+    summaries = [summarize(view) for view in views]
+    write_summary(summaries, folder / "summary.json")
+    console.print(learning_table(summaries), source_table(summaries), exchange_table(summaries))
+    console.print(conclusion(summaries), highlight=False)
+    plot_testbed(views, folder / "progress.png")
+    console.print(f"plot: {folder / 'progress.png'}", highlight=False, soft_wrap=True)
+    if any(view.state not in ("done", "stopped") for view in views):
+        raise SwarmError(f"every node should end in good order, see the table above; logs are in {folder}/node-*/logs")
+
+
+@contextlib.contextmanager
+def open_testbed(folder: Path, console: Console, *, fresh: bool) -> Iterator[None]:
+    """Lock the folder for one run; `fresh` moves the earlier one aside. Raises ConfigError where another one runs in it."""
+    with exclusive(folder):
+        if fresh and (aside := set_aside(folder, {LOCK_FILE, TASKS})):
+            console.print(f"earlier run moved to {aside}", highlight=False, soft_wrap=True)
+        try:
+            yield
+        except KeyboardInterrupt:
+            console.print(f"all nodes have ended; the same again resumes {folder}", highlight=False)
+            raise
 
 
 @contextlib.contextmanager

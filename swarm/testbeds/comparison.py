@@ -23,8 +23,8 @@ from swarm.records.identity import MAX_KEY_FILE_BYTES
 from swarm.report.live_table import NodeView
 from swarm.report.plot import new_figure
 from swarm.report.summary import summarize
-from swarm.testbed.profiles import NodePlan, PlanRequest, plan_nodes
-from swarm.testbed.testbed import CommandOf, Testbed, run_command
+from swarm.testbeds.profiles import NodePlan, PlanRequest, plan_nodes
+from swarm.testbeds.testbed import CommandOf, Testbed, run_command
 
 ARMS: Mapping[str, Mapping[str, str]] = {
     "sharing": {"sharing.own_groups": "4", "sharing.swarm_groups": "4"},
