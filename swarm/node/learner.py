@@ -298,7 +298,13 @@ class Learner:
         accuracy = {source: sum(values) / len(values) for source, values in sorted(scores.items()) if values}
         mean = sum(accuracy.values()) / len(accuracy) if accuracy else 0.0
         logger.info("held-out reward %.3f, mean of %s", mean, counted(len(accuracy), "source"))
-        row = {"kind": "evaluation", "phase": phase, "accuracy_mean": mean, "accuracy": accuracy}
+        row = {
+            "kind": "evaluation",
+            "phase": phase,
+            "accuracy_mean": mean,
+            "accuracy": accuracy,
+            "num_tasks": num_tasks,
+        }
         return {**row, **self._position()}
 
     @traced("checkpoint", lambda _, learner, *__: {"round": learner.round})
