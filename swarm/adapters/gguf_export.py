@@ -7,7 +7,7 @@ written: a file that loads and answers differently is worse than none. GGUF stor
 rule, which llama.cpp has in its code; so a tokenizer is mapped only if its rule is one of those, character by character.
 
 The Modelfile has Ollama ask the model as the node does: its turns, its sampling, what ends an answer. Every text of the base's
-chat template stands there as a quoted string of Go, so nothing in it is read as a command, neither of the template language nor of
+chat template stands there as a quoted string of Go, so nothing in it is read as a command, of the template language or of
 the Modelfile.
 """
 

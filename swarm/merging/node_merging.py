@@ -174,14 +174,12 @@ async def pull_adapter(
     usable: list[tuple[Partner, Adapter]] = []
     try:
         async with asyncio.timeout(wait_s):
-            while len(usable) < least:
-                if found:
-                    await asyncio.sleep(_PAUSE_S)
+            while True:
                 await newcomer.gather(wanted, found, COUNT, least)
-                found = [one for one in found if one.snapshot.lineage == origin.lineage]
                 usable = _usable(merger, of_one_time(found, least))
-                if not found:
-                    await asyncio.sleep(_PAUSE_S)
+                if len(usable) >= least:
+                    break
+                await asyncio.sleep(_PAUSE_S)
     except TimeoutError:
         raise NetworkError(_why_too_few(wanted, newcomer, len(usable or found), least, wait_s)) from None
     weights = [one for _, one in usable]

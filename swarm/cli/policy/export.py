@@ -1,5 +1,6 @@
 """`swarm export`: writes what was trained for use elsewhere, and uploads it to a hub."""
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ class Form(StrEnum):
     gguf = "gguf"
 
 
+_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _OPTIONS = ("--dir", "--format", "--push", "--public")
 _WRITTEN = {
     Form.adapter: ("adapter_config.json", "adapter_model.safetensors"),
@@ -73,6 +75,8 @@ def export(
     Exit codes: 0 done, 3 configuration, 5 policy or folder, 7 hub, 8 no checkpoint.
     """
     resolved = load_config(config_arguments(config, folder), _OPTIONS)
+    if push is not None and not _REPOSITORY.fullmatch(push):
+        raise ConfigError(f"--push must be OWNER/NAME, got {push}; correct it")
     if push is not None and resolved.swarm.silo_owner:
         raise ConfigError(
             "what a silo trains stays with its members, got --push; leave it out, and give OUT to members"

@@ -81,16 +81,12 @@ def pull(
 
 
 def _placed(settings: list[str], manifest: "Manifest", scratch: Path) -> tuple[list[str], bool]:
-    """Settings with a folder and a network that others need not reach; and whether the folder is the user's."""
+    """Settings with a folder, and whether it is the user's: a silo answers its members alone."""
     from swarm.config import read
 
-    given = read(*split_arguments(settings, _OPTIONS))
-    node, network = (given.get(name) if isinstance(given.get(name), dict) else {} for name in ("node", "network"))
-    is_own = manifest.silo is not None or (isinstance(node, dict) and "dir" in node)  # a silo answers its members alone
-    added = [] if is_own else [f"--node.dir={scratch}"]
-    if isinstance(network, dict) and "backend" not in network and manifest.gossip != "daemon":
-        added.append("--network.backend=libp2p")
-    return [*settings, *added], is_own
+    node = read(*split_arguments(settings, _OPTIONS)).get("node")
+    is_own = manifest.silo is not None or (isinstance(node, dict) and "dir" in node)
+    return (settings if is_own else [*settings, f"--node.dir={scratch}"]), is_own
 
 
 def _without_files(manifest: "Manifest", settings: list[str]) -> "Manifest":
