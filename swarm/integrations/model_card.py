@@ -89,7 +89,7 @@ def trained_facts(
 def model_card(facts: CardFacts) -> str:
     """Return Markdown with the front matter that hubs read."""
     data = ModelCardData(
-        base_model=None if facts.is_bundled else facts.base.name,
+        base_model=facts.base.name if "/" in facts.base.name else None,  # hubs link it
         license=facts.licence,
         library_name={"adapter": "peft", "merged": "transformers", "gguf": "gguf"}[facts.form],
         pipeline_tag="text-generation",
