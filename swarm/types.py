@@ -62,6 +62,20 @@ class PromptContext:
     """The tools that an answer may call, as JSON of a list of functions; empty where there are none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The texts that a chat template writes around the messages of a chat."""
+
+    first: str
+    """Before the first message of a user, where there is no system prompt."""
+    system: tuple[str, str] | None
+    """Before and after a system prompt, the second up to the first message of a user; None where the template has none."""
+    next: str
+    """Between an answer and the next message of a user."""
+    after: str
+    """After each message of a user."""
+
+
 PLAIN = PromptContext()
 """The context of a prompt that stands alone."""
 
@@ -310,6 +324,8 @@ class Partner:
 
     peer_id: str
     snapshot: Snapshot
+    offered_at: float = 0.0
+    """Swarm time of the offer, in seconds, as the node says."""
 
 
 @dataclass(frozen=True, slots=True)

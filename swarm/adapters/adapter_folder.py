@@ -14,12 +14,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from swarm.adapters.adapter_state import is_finite_float
-from swarm.adapters.export import BASE_FACTS, TOKENIZER_FILES, keep_known_settings, prepare_folder
+from swarm.adapters.export import ADAPTER_CONFIG, BASE_FACTS, TOKENIZER_FILES, keep_known_settings, new_folder
 from swarm.adapters.product_merge import LowRank, check_layers
-from swarm.errors import MergeError, PolicyError
+from swarm.config.shareable import base_name
+from swarm.errors import MergeError
 from swarm.machine.safe_files import SHARED, check_no_links, read_file, read_json, replace_file
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_WEIGHTS = "adapter_model.safetensors"
 _HASH = re.compile(r"[0-9a-f]{64}")
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 _KEPT: dict[str, Any] = {
@@ -66,7 +67,7 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
         raise MergeError(
             f"an adapter folder must hold files only, got {error.filename}: {error.strerror}; copy it with `cp -rL`"
         ) from None
-    config = _read_json(path / _CONFIG)
+    config = _read_json(path / ADAPTER_CONFIG)
     unsupported = [key for key in _MUST_BE_UNSET if config.get(key)]
     if config.get("peft_type") != "LORA" or unsupported or config.get("bias", "none") != "none":
         what = unsupported[0] if unsupported else f"peft_type {config.get('peft_type')} with bias {config.get('bias')}"
@@ -79,7 +80,7 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A")}
     if ranks != {rank}:
         raise MergeError(
-            f"factors must have the rank of {_CONFIG}, got {sorted(ranks)} and {rank} in {path}; export again"
+            f"factors must have the rank of {ADAPTER_CONFIG}, got {sorted(ranks)} and {rank} in {path}; export again"
         )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     facts = _read_json(path / BASE_FACTS) if (path / BASE_FACTS).is_file() else {}
@@ -111,25 +112,23 @@ def write_adapter_folder(
     tokenizer only files and settings that transformers itself has. Raises PolicyError if `folder` is not empty or cannot be
     written.
     """
-    prepare_folder(folder)
     alpha = scaling * (math.sqrt(rank) if like.config.get("use_rslora") else rank)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "inference_mode": True, "bias": "none",
         "target_modules": sorted({name.rpartition(".")[0] for name in tensors}),
         **{key: like.config[key] for key, kinds in _KEPT.items() if isinstance(like.config.get(key), kinds)},
     }  # fmt: skip
+    config["base_model_name_or_path"] = base_name(like.base_name)  # those of others may hold a path of their machine
     named = {f"{_PREFIX}{name}{_SUFFIX}": tensor.contiguous() for name, tensor in tensors.items()}
-    try:
+    with new_folder(folder) as scratch:
         for name in TOKENIZER_FILES:
             with contextlib.suppress(FileNotFoundError):
-                replace_file(folder / name, read_file(like.path / name, _MAX_JSON_BYTES), SHARED)
-        keep_known_settings(folder)
+                replace_file(scratch / name, read_file(like.path / name, _MAX_JSON_BYTES), SHARED)
+        keep_known_settings(scratch)
         if like.base_hash is not None:
-            replace_file(folder / BASE_FACTS, json.dumps({"weights": like.base_hash}) + "\n", SHARED)
-        replace_file(folder / _CONFIG, json.dumps(config, indent=2) + "\n", SHARED)
-        replace_file(folder / _WEIGHTS, safetensors.torch.save(named, {"format": "pt"}), SHARED)
-    except OSError as error:
-        raise PolicyError(f"a merge must go to a writable folder, got {folder}: {error}; choose another one") from None
+            replace_file(scratch / BASE_FACTS, json.dumps({"weights": like.base_hash}) + "\n", SHARED)
+        replace_file(scratch / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n", SHARED)
+        replace_file(scratch / _WEIGHTS, safetensors.torch.save(named, {"format": "pt"}), SHARED)
     return folder
 
 

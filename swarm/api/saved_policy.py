@@ -90,14 +90,15 @@ class SavedPolicy:
 
         Returns the folder. Raises PolicyError where it is not empty or cannot be written.
         """
-        from swarm.adapters.export import export_adapter, export_merged
+        from swarm.adapters.export import export_adapter, export_merged, published_base
         from swarm.machine.node_folder import NodeFolder
         from swarm.policy.lineage import hash_weights
 
-        policy, out = self._policy, Path(folder)
+        policy, settings, out = self._policy, self._config.policy, Path(folder)
         if merged:
             export_merged(policy.model, policy.tokenizer, policy.base_folder, out)
         else:
-            cache = NodeFolder(self._config.node.dir).hash_cache
-            export_adapter(policy.model, policy.tokenizer, out, hash_weights(policy.base_folder, cache))
+            base_hash = hash_weights(policy.base_folder, NodeFolder(self._config.node.dir).hash_cache)
+            base = published_base(settings.base, settings.revision, policy.base_folder)
+            export_adapter(policy.model, policy.tokenizer, out, base_hash, base=base)
         return out

@@ -17,7 +17,7 @@ from swarm import __version__
 from swarm.cli import config, experiment, testbed
 from swarm.cli.node import dashboard, doctor, init, logs, peers, report, run, stage, status, top
 from swarm.cli.policy import evaluate, export, merge, sample
-from swarm.cli.swarm import bootstrap, create, identity, join, silo
+from swarm.cli.swarm import bootstrap, create, identity, join, pull, silo
 from swarm.errors import ConfigError, SwarmError
 from swarm.machine.child_python import keep_current_folder_off_the_path
 from swarm.machine.safe_files import keep_others_from_writing
@@ -61,6 +61,7 @@ app.command("stage", context_settings=run.OVERRIDES)(stage.stage)
 app.command("testbed", context_settings=run.OVERRIDES)(testbed.testbed)
 app.command("create", context_settings=run.OVERRIDES)(create.create)
 app.command("join", context_settings=run.OVERRIDES)(join.join)
+app.command("pull", context_settings=run.OVERRIDES)(pull.pull)
 app.command("bootstrap")(bootstrap.bootstrap)
 app.command("status")(status.status)
 app.command("top")(top.top)

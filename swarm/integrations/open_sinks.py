@@ -37,7 +37,7 @@ def open_sinks(config: Config, folder: NodeFolder, identity: Identity) -> list[S
     if settings.hub_repo:
         from swarm.integrations.hub import HubPush
 
-        sinks["hub"] = lambda: HubPush(config, folder, identity.peer_id, time.monotonic)
+        sinks["hub"] = lambda: HubPush(config, folder, time.monotonic)
     opened: list[Sink] = [QueuedSink(name, open_sink) for name, open_sink in sinks.items()]
     if settings.otel_endpoint:
         _need("otel", "otel_endpoint")

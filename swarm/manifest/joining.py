@@ -29,6 +29,7 @@ from swarm.machine.hardware import Hardware, PolicyChoice, choose_policy
 from swarm.manifest.manifest import Manifest, ManifestTask
 from swarm.network.peers.dialling import may_be_named, reach_of
 from swarm.network.tcp_address import TcpAddress, parse_setting
+from swarm.types import Lineage
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +112,12 @@ def check_lineage(manifest: Manifest, config: Config, hash_cache: Path | None = 
     from swarm.policy.policy import load_policy  # torch
     from swarm.warm_start.start_digest import start_digest
 
-    start = start_digest(config)
-    lineage = load_policy(config.policy, device=config.node.device, hash_cache=hash_cache, start=start).lineage
+    policy = load_policy(config.policy, device=config.node.device, hash_cache=hash_cache, start=start_digest(config))
+    check_allowed(manifest, config, policy.lineage)
+
+
+def check_allowed(manifest: Manifest, config: Config, lineage: Lineage) -> None:
+    """Raise ManifestError for a lineage that the manifest does not list."""
     if not any(map(lineage.has_name, manifest.lineages)):
         raise ManifestError(
             f"the policy must be of a lineage that {manifest.name} allows, got {lineage.policy} of {config.policy.base}; "

@@ -3,32 +3,44 @@
 before the first round, untrained: donors of the lineage ─ Newcomer ─▶ PolicyMerging.join
 every outer step: learner ─ MergeExchange ─▶ Partner or Alone · learner ─ AdapterDonor ─▶ whoever joins later
 after the last round: learner ─ FinalMeeting ─▶ all others that have ended
+
+`pull_adapter` fetches what a newcomer begins with for somebody who does not train (`swarm pull`).
 """
 
 import asyncio
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from swarm.config import MergingSection
+from swarm.errors import MergeError, NetworkError
 from swarm.merging.exchange.adapter_donor import AdapterDonor
 from swarm.merging.exchange.final_meeting import FinalMeeting
 from swarm.merging.exchange.merge_exchange import MergeExchange
-from swarm.merging.exchange.newcomer import COUNT, Newcomer, WantedAdapter
+from swarm.merging.exchange.newcomer import COUNT, NetworkOf, Newcomer, WantedAdapter, of_one_time
 from swarm.merging.exchange.recent_partners import MergeTimeouts
+from swarm.merging.merger import Merger, MergeSchedule
+from swarm.merging.outer_optimizer import Adapter, AdapterOrigin
 from swarm.merging.pairer import Pairer
 from swarm.merging.policy_merging import MergePorts, PolicyMerging
+from swarm.merging.robust import FEWEST_FOR_MEDIAN, cut_to_median_norm, median_adapter
+from swarm.network.context import NodeContext
 from swarm.observability.repeat import repeat
 from swarm.records.identity import Identity
 from swarm.sharing.parts import SharingParts
 from swarm.sharing.totals import SharingPause
 from swarm.tasks.task_source import FIRST_TRAINING_SEED, MAX_SEED
-from swarm.types import Alone, Outcome, Snapshot
+from swarm.types import Alone, Outcome, Partner, Snapshot
 
 logger = logging.getLogger(__name__)
+
+_PAUSE_S = 2.0
+"""Between two readings of the list: donors list themselves, and peers are found, at any time."""
 
 
 class WhileSharing:
@@ -131,3 +143,77 @@ def _gate_seed(identity: Identity) -> int:
     """The stream of private tasks. It follows from the secret half of the key, so nobody else can know it."""
     digest = hashlib.sha256(b"swarm/gate/1\x00" + identity.seed).digest()
     return FIRST_TRAINING_SEED + int.from_bytes(digest[:8], "big") % (MAX_SEED + 1 - FIRST_TRAINING_SEED)
+
+
+@dataclass(frozen=True, slots=True)
+class PulledAdapter:
+    """The adapter of a swarm, with those that it was made of."""
+
+    weights: Adapter
+    donors: Sequence[Partner]
+
+
+async def pull_adapter(
+    config: MergingSection,
+    context: NodeContext,
+    origin: AdapterOrigin,
+    *,
+    network_of: NetworkOf,
+    least: int = FEWEST_FOR_MEDIAN,
+    wait_s: float,
+) -> PulledAdapter:
+    """Return the median of the adapters of up to COUNT donors; of fewer than three, where `least` allows it, their mean.
+
+    Raises NetworkError where fewer than `least` usable adapters came within `wait_s` seconds.
+    """
+    merger = Merger(config, origin, MergeSchedule(config, 0))
+    timeouts = MergeTimeouts(config.search_timeout_s, config.request_timeout_s, config.min_bytes_per_s)
+    newcomer = Newcomer(timeouts, context, rng=random.Random(), network_of=network_of)
+    wanted = WantedAdapter(origin.lineage, config.precision, merger.num_bytes)
+    found: list[Partner] = []
+    usable: list[tuple[Partner, Adapter]] = []
+    try:
+        async with asyncio.timeout(wait_s):
+            while True:
+                await newcomer.gather(wanted, found, COUNT, least)
+                usable = _usable(merger, of_one_time(found, least))
+                if len(usable) >= least:
+                    break
+                await asyncio.sleep(_PAUSE_S)
+    except TimeoutError:
+        raise NetworkError(_why_too_few(wanted, newcomer, len(usable or found), least, wait_s)) from None
+    weights = [one for _, one in usable]
+    return PulledAdapter(_middle(weights, origin), [donor for donor, _ in usable])
+
+
+def _usable(merger: Merger, found: Sequence[Partner]) -> list[tuple[Partner, Adapter]]:
+    opened: list[tuple[Partner, Adapter]] = []
+    for one in found:
+        try:
+            opened.append((one, merger.opened(one.snapshot)))
+        except MergeError:
+            continue
+    return opened
+
+
+def _middle(weights: Sequence[Adapter], origin: AdapterOrigin) -> Adapter:
+    if len(weights) >= FEWEST_FOR_MEDIAN:
+        return median_adapter(cut_to_median_norm(weights, origin.weights))
+    return {name: sum(one[name] for one in weights) / len(weights) for name in origin.weights}  # type: ignore[misc]
+
+
+def _why_too_few(wanted: WantedAdapter, newcomer: Newcomer, num_found: int, least: int, wait_s: float) -> str:
+    precisions = Counter(one.precision for one in newcomer.listed)
+    if not newcomer.listed:
+        fix = (
+            "is a node of this swarm running that merges, with this policy.base, policy.lora and warm_start? Pass these "
+            "settings, or raise --wait"
+        )
+    elif wanted.precision not in precisions:
+        fix = f"they merge in {precisions.most_common(1)[0][0]}: set --merging.precision"
+    else:
+        fix = f"raise --wait, or trust fewer with --least {max(1, num_found or len(newcomer.listed))}"
+    return (
+        f"a pull needs {least} donors that answer within {wait_s:g} s, got {num_found} of {len(newcomer.listed)} listed for "
+        f"lineage {wanted.lineage[:12]}; {fix}"
+    )

@@ -28,6 +28,7 @@ from swarm.node.round_metrics import MetricsRow, RoundTimer, count_batch, hinted
 from swarm.node.run_state import check_run_state
 from swarm.observability.plain_text import counted
 from swarm.observability.tracing import traced
+from swarm.policy.lineage import hash_weights
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.rollouts.hints import HintChooser
 from swarm.rollouts.rollout_round import RolloutRound
@@ -275,7 +276,7 @@ class Learner:
             return
         if (folder := adapter_folder(self._config)) is not None:
             lora = self._config.policy.lora
-            begin_from(folder, steps, lora.alpha / lora.rank)
+            begin_from(folder, steps, lora.alpha / lora.rank, lambda: hash_weights(self.policy.base_folder))
         if start.steps:
             WarmStart(self._config, self.policy, steps, self._mixture).run(should_stop)
             steps.write(steps.read(), turned=steps.read())  # RL begins with moments of its own
@@ -298,7 +299,13 @@ class Learner:
         accuracy = {source: sum(values) / len(values) for source, values in sorted(scores.items()) if values}
         mean = sum(accuracy.values()) / len(accuracy) if accuracy else 0.0
         logger.info("held-out reward %.3f, mean of %s", mean, counted(len(accuracy), "source"))
-        row = {"kind": "evaluation", "phase": phase, "accuracy_mean": mean, "accuracy": accuracy}
+        row = {
+            "kind": "evaluation",
+            "phase": phase,
+            "accuracy_mean": mean,
+            "accuracy": accuracy,
+            "num_tasks": num_tasks,
+        }
         return {**row, **self._position()}
 
     @traced("checkpoint", lambda _, learner, *__: {"round": learner.round})

@@ -140,14 +140,15 @@ class TrainingRun:
         self._report.record({"kind": "final_merge", "round": self.learner.round, **row})
         self.learner.save(self._store)
         if self._config.merging.final_export:
-            from swarm.adapters.export import export_adapter
+            from swarm.adapters.export import export_adapter, published_base
             from swarm.policy.lineage import hash_weights
 
             policy = self.learner.policy
             assert isinstance(policy, Policy), "the configuration refuses an export of what no machine holds whole"
             base_hash = hash_weights(policy.base_folder, self._folder.hash_cache)
             out = self._folder.final_adapters / f"round-{self.learner.round:06d}"
-            export_adapter(policy.model, policy.tokenizer, out, base_hash)
+            base = published_base(policy.config.base, policy.config.revision, policy.base_folder)
+            export_adapter(policy.model, policy.tokenizer, out, base_hash, base=base)
 
     def _evaluate(self, phase: str) -> None:
         if self._config.evaluation.tasks_per_source:

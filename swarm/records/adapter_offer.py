@@ -76,7 +76,7 @@ class AdapterOffer:
     def partner(self, payload: bytes) -> Partner:
         """The node that made this offer, as a partner whose adapter has arrived."""
         snapshot = Snapshot(self.lineage, self.precision, self.outer_round, self.policy_version, payload)
-        return Partner(self.peer_id, snapshot)
+        return Partner(self.peer_id, snapshot, self.created_at)
 
 
 def sign_offer(identity: Identity, swarm_id: str, offer: AdapterOffer, kind: AdapterList = "merge") -> bytes:

@@ -1,4 +1,4 @@
-"""Downloads a LoRA adapter from a hub, once: two files of known names and sizes, and nothing else of the repository."""
+"""Downloads a LoRA adapter from a hub, once: files of known names and sizes, and nothing else of the repository."""
 
 import logging
 import shutil
@@ -8,6 +8,9 @@ from swarm.errors import PolicyError
 
 logger = logging.getLogger(__name__)
 
+BASE_FACTS = "swarm_base.json"
+"""As of `swarm.adapters.export`: which base the adapter is of, where it says so."""
+_MAX_FACTS_BYTES = 4096
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _GIB = 2**30
 _TIMEOUT_S = 20.0
@@ -32,6 +35,7 @@ def hub_adapter(name: str, revision: str, max_gib: float) -> Path:
             raise PolicyError(
                 f"warm_start.adapter_hub must name an adapter in peft format, got {what} without {missing[0]}; set it to another"
             )
+        known_base = [BASE_FACTS] if 0 < sizes.get(BASE_FACTS, 0) <= _MAX_FACTS_BYTES else []
         num_bytes = sum(sizes[file] for file in ADAPTER_FILES)
         free = shutil.disk_usage(folder).free
         if num_bytes > min(max_gib * _GIB, free):
@@ -39,9 +43,9 @@ def hub_adapter(name: str, revision: str, max_gib: float) -> Path:
                 f"an adapter must be within policy.max_download_gib = {max_gib:g} and the free disk, got "
                 f"{num_bytes / _GIB:.1f} GiB of {what} and {free / _GIB:.1f} GiB free; take a smaller one"
             )
-        for file in ADAPTER_FILES:
+        for file in (*known_base, *ADAPTER_FILES):
             hf_hub_download(name, file, revision=info.sha, local_dir=fetched)
-        for file in ADAPTER_FILES:
+        for file in (*known_base, *ADAPTER_FILES):
             (fetched / file).replace(folder / file)
     except PolicyError:
         raise

@@ -13,14 +13,14 @@ lineage: nodes that began otherwise cannot merge adapters, and use each other's 
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from swarm.adapters.adapter_folder import read_adapter_folder
+from swarm.adapters.adapter_folder import AdapterFolder, read_adapter_folder
 from swarm.config import Config
 from swarm.errors import CheckpointError, MergeError, PolicyError, TaskError
 from swarm.policy.logprobs import TokenLogprobs
@@ -41,14 +41,34 @@ _MOST_FAILURES = 200
 _REPORT_EVERY = 25
 
 
-def begin_from(folder: Path, steps: PolicyOptimizer, alpha_over_rank: float) -> None:
-    """Replace the factors of the policy by those of an exported adapter. Raises PolicyError where it does not fit."""
+def begin_from(
+    folder: Path, steps: PolicyOptimizer, alpha_over_rank: float, base_hash: Callable[[], str] | None = None
+) -> None:
+    """Replace the factors of the policy by those of an exported adapter. Raises PolicyError where it does not fit.
+
+    `base_hash`: `lineage.hash_weights` of the policy's base, asked for where the adapter says which base it is of.
+    """
     try:
         adapter = read_adapter_folder(folder)
+        _check_fit(adapter, steps.read(), base_hash)
         ratio = adapter.low_rank.scaling / alpha_over_rank
         steps.write({name: one * ratio if name.endswith(".lora_B") else one for name, one in adapter.tensors.items()})
     except (MergeError, CheckpointError) as error:
         raise PolicyError(f"warm_start.adapter must fit policy.base and policy.lora: {error}") from None
+
+
+def _check_fit(adapter: AdapterFolder, own: Mapping[str, Tensor], base_hash: Callable[[], str] | None) -> None:
+    """Raises MergeError for another base, other layers or another rank, with the setting that would fit."""
+    if adapter.base_hash and base_hash is not None and adapter.base_hash != base_hash():
+        raise MergeError(f"it was trained on another base, {adapter.base_name[:200]}; set policy.base to that")
+    if different := sorted(set(own).symmetric_difference(adapter.tensors)):
+        leaves = sorted({name.split(".")[-2] for name in adapter.tensors})
+        raise MergeError(
+            f"it has other layers, got a difference at {different[0]}; set policy.lora.targets = {leaves}, if that is its base"
+        )
+    rank = next(len(tensor) for name, tensor in own.items() if name.endswith(".lora_A"))
+    if adapter.rank != rank:
+        raise MergeError(f"it has rank {adapter.rank}, got {rank}; set policy.lora.rank = {adapter.rank}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.adapters.checkpoint import Checkpoint
-from swarm.adapters.export import export_checkpoint, export_merged
+from swarm.adapters.export import BaseName, export_checkpoint, export_merged
 from swarm.adapters.product_merge import LowRank, layers_of, merge_by_layer
 from swarm.config import LoraSection, PolicySection, RolloutsSection
 from swarm.engine.make_engine import make_engine
@@ -85,7 +85,7 @@ def _check_family(name: str, policy: Policy, tmp_path: Path) -> None:
 def _exported(policy: Policy, folder: Path) -> dict[str, Any]:
     """The policy as plain transformers and peft load it: base with adapter, and merged into one model."""
     checkpoint = Checkpoint(0, folder, {"adapter": read_adapter(policy.model)}, {})
-    export_checkpoint(checkpoint, str(policy.base_folder), None, policy.config.lora, folder / "adapter")
+    export_checkpoint(checkpoint, BaseName(str(policy.base_folder)), policy.config.lora, folder / "adapter")
     export_merged(policy.model, policy.tokenizer, policy.base_folder, folder / "merged")
     base = AutoModelForCausalLM.from_pretrained(policy.base_folder)
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged")

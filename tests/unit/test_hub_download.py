@@ -15,7 +15,7 @@ from swarm.config import PolicySection
 from swarm.diagnostics.check_result import Level
 from swarm.errors import PolicyError
 from swarm.policy.base_folder import base_at_hand, locate_base
-from swarm.warm_start.hub_adapter import ADAPTER_FILES, hub_adapter
+from swarm.warm_start.hub_adapter import ADAPTER_FILES, BASE_FACTS, hub_adapter
 from tests.unit.local_http import Received, local_http
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -182,6 +182,15 @@ def test_an_adapter_is_fetched_once_and_nothing_else(
     assert (folder / "adapter_model.safetensors").read_bytes() == b"factors"
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert hub_adapter("owner/adapter", "", 5.0) == folder  # without the hub
+
+
+def test_what_an_adapter_says_of_its_base_is_fetched_with_it(
+    monkeypatch: pytest.MonkeyPatch, exported: Path, assets: Path
+) -> None:
+    (exported / BASE_FACTS).write_text('{"weights": "0"}')
+    with adapter_hub(monkeypatch, exported):
+        folder = hub_adapter("owner/adapter", "", 5.0)
+    assert {file.name for file in folder.iterdir()} == {*ADAPTER_FILES, BASE_FACTS}
 
 
 @pytest.mark.parametrize(

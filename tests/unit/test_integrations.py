@@ -16,12 +16,15 @@ import safetensors.torch
 import yaml
 
 from swarm.adapters.checkpoint import CheckpointStore
+from swarm.adapters.export import BaseName
 from swarm.config import Config, load
 from swarm.errors import ConfigError
-from swarm.integrations.hub import FIRST_PAUSE_S, LONGEST_PAUSE_S, HubPush, model_card
+from swarm.integrations.hub import FIRST_PAUSE_S, LONGEST_PAUSE_S, HubPush
+from swarm.integrations.model_card import model_card, trained_facts
 from swarm.integrations.open_sinks import open_sinks
 from swarm.integrations.sink import QueuedSink, scalars
 from swarm.machine.node_folder import NodeFolder
+from swarm.observability.metrics import read_rows
 from swarm.observability.tracing import Facts, traced, watch
 from tests.unit.experience_factory import ALICE, READER, Clock
 from tests.unit.local_http import local_http
@@ -433,25 +436,39 @@ def test_card_tells_facts_and_the_licence(folder: NodeFolder) -> None:
     config = pushing(folder, "http://127.0.0.1:1", **{"policy.base": '"acme/base: \\"7b\\""'})
     saved = CheckpointStore(folder.checkpoints, 1).load_newest()
     assert saved is not None
-    card = model_card(HubPush(config, folder, READER.peer_id, Clock())._facts(saved))
+    with folder.metrics.open("a") as file:
+        last_evaluation = [row for row in read_rows(folder.metrics) if row["kind"] == "evaluation"][-1]
+        file.write(json.dumps(last_evaluation | {"num_tasks": 24}) + "\n")
+        file.write(
+            json.dumps({"kind": "round", "round": 2, "train/own_groups_total": 30, "train/swarm_groups_total": 10})
+            + "\n"
+        )
+    facts = trained_facts(
+        config, folder, form="adapter", base=BaseName('acme/base: "7b"', "main"), lineage=saved.state["lineage"]["policy"],
+        round=2, policy_version=2, licence="apache-2.0",
+    )  # fmt: skip
+    card = model_card(facts)
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["base_model"] == 'acme/base: "7b"'
+    assert front["license"] == "apache-2.0"
     assert front["library_name"] == "peft"
     rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    first, last = [row for row in rows if row["kind"] == "evaluation"]
+    first, *_, last = [row for row in rows if row["kind"] == "evaluation"]
     for told in (
-        saved.state["lineage"]["policy"], config.swarm_id, READER.peer_id, "2, 2 optimizer steps", "spelling",
-        f"| 0 | {first['accuracy_mean']:.3f} |", f"| 2 | {last['accuracy_mean']:.3f} |", "rank = 1", "the licence of acme/base",
+        saved.state["lineage"]["policy"], config.swarm_id, "2, 2 optimizer steps", "spelling", "revision main",
+        f"| 0 | at most 1 a source | {first['accuracy_mean']:.3f} |", f"| 2 | 24 | {last['accuracy_mean']:.3f} |", "rank = 1",
+        "The licence of acme/base", "(apache-2.0)", "25%: 10 of 40 groups",
     ):  # fmt: skip
         assert told in card, told
-    assert str(folder.path) not in card
+    for secret in (str(folder.path), str(Path.home()), READER.peer_id):
+        assert secret not in card
 
 
 def test_hub_that_refuses_is_asked_again_later_and_later(folder: NodeFolder, caplog: pytest.LogCaptureFixture) -> None:
     hub, clock = Hub(), Clock()
     hub.status = 403
     with local_http(hub) as server:
-        push = HubPush(pushing(folder, server.address), folder, READER.peer_id, clock)
+        push = HubPush(pushing(folder, server.address), folder, clock)
         push.write(ROW | {"round": 2})
         push.write(ROW | {"round": 3})
         assert push.num_failures == 1, "not asked again at once"
@@ -472,6 +489,6 @@ def test_hub_that_refuses_is_asked_again_later_and_later(folder: NodeFolder, cap
 def test_hub_that_is_gone_costs_a_push_and_nothing_else(folder: NodeFolder) -> None:
     with local_http(Hub()) as server:
         address = server.address
-    push = HubPush(pushing(folder, address), folder, READER.peer_id, Clock())
+    push = HubPush(pushing(folder, address), folder, Clock())
     push.write(ROW | {"kind": "end"})
     assert push.num_failures == 1

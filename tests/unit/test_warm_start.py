@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from swarm.adapters.adapter_state import read_adapter
@@ -102,6 +103,19 @@ def test_an_exported_adapter_is_the_beginning(make_policy: Callable[..., Policy]
         PolicyError, match=r"warm_start.adapter must fit policy.base and policy.lora: .*policy.lora.rank"
     ):
         begin_from(folder, LocalOptimizer(TrainingSection(), other), 1.0)
+    with pytest.raises(PolicyError, match=r"it has rank 4, got 2; set policy.lora.rank = 4"):
+        begin_from(folder, LocalOptimizer(TrainingSection(), other), 1.0)
+    with pytest.raises(PolicyError, match=r"it was trained on another base, .*; set policy.base to that"):
+        begin_from(folder, LocalOptimizer(TrainingSection(), fresh), 1.0, lambda: "0" * 64)
+    narrow = export_adapter(trained.model, trained.tokenizer, tmp_path / "narrow")
+    kept = {
+        name: one
+        for name, one in safetensors.torch.load_file(narrow / "adapter_model.safetensors").items()
+        if "q_proj" in name
+    }
+    safetensors.torch.save_file(kept, narrow / "adapter_model.safetensors")
+    with pytest.raises(PolicyError, match=r"it has other layers, .*; set policy\.lora\.targets = \['q_proj'\]"):
+        begin_from(narrow, LocalOptimizer(TrainingSection(), fresh), 1.0)
     with pytest.raises(PolicyError, match=r"warm_start.adapter must be a folder with an adapter in peft format, got"):
         start_digest(config_of(steps=0, adapter=str(tmp_path)))
 

@@ -24,7 +24,7 @@ _OPTIONS = ("--founder", "--task-file", "--reward-file", "--check", "--dial", "-
 
 
 @dataclass(frozen=True, slots=True)
-class _OwnFiles:
+class OwnFiles:
     """Copies of the files that the manifest names by their content."""
 
     tasks: list[str]
@@ -94,15 +94,15 @@ def join(
     data = fetch(source)
     manifest = parse(data, founder)
     is_joined = _is_joined(manifest, settings, source)
-    _introduce(manifest, is_known=founder is not None or is_joined)
+    introduce(manifest, is_known=founder is not None or is_joined)
     hardware = detect()
-    own_files = _OwnFiles(task_file, reward_file)
+    own_files = OwnFiles(task_file, reward_file)
     if check:
         wanted = (settings, own_files, source, accept_edition)
         _report(manifest, list(_findings(manifest, hardware, *wanted, dial=dial)))
         return
     check_protocol(manifest, PROTOCOL_VERSION)
-    config = _resolve(manifest, hardware, settings, own_files, source)
+    config = resolve(manifest, hardware, settings, own_files, source)
     files = NodeFolder(config.node.dir, config.node.identity)
     if not fresh:
         _check_no_other_run(files, _folder(manifest, Path(source)))
@@ -125,7 +125,7 @@ def join(
     run_node(config, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
 
 
-def _introduce(manifest: "Manifest", *, is_known: bool) -> None:
+def introduce(manifest: "Manifest", *, is_known: bool) -> None:
     """On stderr: stdout is for --dry-run."""
     print(f"swarm {manifest.name}, founded by {manifest.founder_name} ({manifest.founder})", file=sys.stderr)
     if manifest.description:
@@ -149,8 +149,8 @@ def _is_joined(manifest: "Manifest", settings: list[str], source: str) -> bool:
         return False
 
 
-def _resolve(
-    manifest: "Manifest", hardware: "Hardware", settings: list[str], own_files: _OwnFiles, source: str
+def resolve(
+    manifest: "Manifest", hardware: "Hardware", settings: list[str], own_files: OwnFiles, source: str
 ) -> "Config":
     """The node's configuration. Raises SwarmError: contradictions, files that are missing or others."""
     import tomllib
@@ -226,7 +226,7 @@ def _findings(
     manifest: "Manifest",
     hardware: "Hardware",
     settings: list[str],
-    own_files: _OwnFiles,
+    own_files: OwnFiles,
     source: str,
     accepted_edition: int | None,
     *,
@@ -244,7 +244,7 @@ def _findings(
     speaks = f"version {manifest.protocol}, as this software"
     yield tried("protocol", speaks, lambda: check_protocol(manifest, PROTOCOL_VERSION))
     try:
-        config = _resolve(manifest, hardware, settings, own_files, source)
+        config = resolve(manifest, hardware, settings, own_files, source)
     except SwarmError as error:
         yield problem("settings", str(error))
         return

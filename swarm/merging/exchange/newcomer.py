@@ -65,6 +65,8 @@ class Newcomer:
         self._rng = rng
         self._network_of = network_of
         self._lists = ReadyList(context, rng, kind="donors")
+        self.listed: list[AdapterOffer] = []
+        """The donors that the last reading of the list found, of whatever precision."""
 
     async def fetch(self, wanted: WantedAdapter, count: int = COUNT) -> list[Partner]:
         """Fetch up to `count` adapters of different donors, one after the other; none where fewer than LEAST came.
@@ -72,10 +74,15 @@ class Newcomer:
         All of them are held in memory, one of them twice for a moment.
         """
         found: list[Partner] = []
+        await self.gather(wanted, found, count)
+        return of_one_time(found)
+
+    async def gather(self, wanted: WantedAdapter, found: list[Partner], count: int = COUNT, least: int = LEAST) -> None:
+        """Add adapters of further donors to `found`, up to `count` altogether. It gives up where `least` cannot be reached."""
         tries = _TRIES_PER_ADAPTER * count
         for _ in range(_READINGS):
             donors = await self._donors(wanted, {one.peer_id for one in found})
-            if len(found) + len(donors) < LEAST:
+            if len(found) + len(donors) < least:
                 break
             for donor in donors[:tries]:
                 if len(found) == count:
@@ -84,14 +91,13 @@ class Newcomer:
                 payload = None if self._is_represented(donor.peer_id, found) else await self._fetch_from(donor)
                 if payload is not None and not self._is_represented(donor.peer_id, found):
                     found.append(donor.partner(payload))
-            if len(found) >= LEAST:
+            if len(found) >= least:
                 break
-        return _of_one_time(found)
 
     async def _donors(self, wanted: WantedAdapter, known: Collection[str]) -> list[AdapterOffer]:
         """The listed donors of such an adapter, without those in `known`, in random order."""
-        listed = await self._lists.widest(wanted.lineage)
-        fitting = [one for one in listed if (one.precision, one.num_bytes) == (wanted.precision, wanted.num_bytes)]
+        self.listed = await self._lists.widest(wanted.lineage)
+        fitting = [one for one in self.listed if (one.precision, one.num_bytes) == (wanted.precision, wanted.num_bytes)]
         return self._different(one for one in fitting if one.peer_id not in known)
 
     def _is_represented(self, peer_id: str, found: Iterable[Partner]) -> bool:
@@ -124,10 +130,10 @@ class Newcomer:
             return None
 
 
-def _of_one_time(found: list[Partner]) -> list[Partner]:
-    """The adapters within MAX_LAG_ROUNDS of the median round; none if these are too few."""
+def of_one_time(found: list[Partner], least: int = LEAST) -> list[Partner]:
+    """The adapters within MAX_LAG_ROUNDS of the median round; none if these are fewer than `least`."""
     if not found:
         return []
     median = statistics.median_low(partner.snapshot.outer_round for partner in found)
     near = [partner for partner in found if abs(partner.snapshot.outer_round - median) <= MAX_LAG_ROUNDS]
-    return near if len(near) >= LEAST else []
+    return near if len(near) >= least else []

@@ -1,16 +1,20 @@
 """Encodes prompts as token ids, through the base's chat template where there is one."""
 
+import contextlib
 import copy
 import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from swarm.errors import PolicyError
 from swarm.policy.prompts.chat_template import Place, PromptFrame, prompt_frames, tools_as_text
-from swarm.types import PLAIN, PromptContext, Role
+from swarm.types import PLAIN, PromptContext, Role, Turns
 
 logger = logging.getLogger(__name__)
+
+_OPEN_SYSTEM = "Here stands what the system prompt says."
 
 
 class surviving_panics(AbstractContextManager[None]):  # noqa: N801  a context manager like `suppress`
@@ -106,6 +110,28 @@ class PromptEncoder:
         if token_ids and token_ids[-1] in self._eos_token_ids:  # some tokenizers append EOS to every text
             token_ids.pop()
         return token_ids
+
+    def turns(self, context: PromptContext = PLAIN) -> Turns | None:
+        """Return the texts that the chat template writes around messages; None where there is no template.
+
+        Its system prompt is left open, for another program to fill in.
+        """
+        unset = replace(context, system="")
+        self.prepare([unset])
+        first = self._frames[unset, None]
+        if first is None:
+            return None
+        self.prepare_replies([unset])
+        reply = self._frames[unset, "user"]
+        assert reply is not None, "a template that frames prompts frames replies"
+        system: tuple[str, str] | None = None
+        told = replace(context, system=_OPEN_SYSTEM)
+        with contextlib.suppress(PolicyError):  # a template without system prompts
+            self.prepare([told])
+            frame = self._frames[told, None]
+            before, mark, after = frame.before.partition(_OPEN_SYSTEM) if frame else ("", "", "")
+            system = (before, after) if mark else None
+        return Turns(first=first.before, system=system, next=reply.before, after=first.after)
 
     def check_marker(self, marker: str) -> None:
         """Raise PolicyError for a text that no decoded answer can have: special tokens disappear."""
