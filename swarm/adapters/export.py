@@ -15,6 +15,7 @@ from swarm.adapters.product_merge import stacked_layers
 from swarm.config import LoraSection
 from swarm.errors import PolicyError
 from swarm.machine.safe_files import SHARED, read_json, replace_file
+from swarm.observability.progress import progress
 
 BASE_FACTS = "swarm_base.json"
 """File beside an exported adapter: {"weights": hash of the base's weights}, which does not depend on the base's place."""
@@ -69,17 +70,21 @@ def export_merged(model: Any, tokenizer: Any, base_folder: Path, folder: Path) -
     from transformers import AutoModelForCausalLM
 
     prepare_folder(folder)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")
-        base = load_pretrained(AutoModelForCausalLM, base_folder, dtype="auto")
-        copy = get_peft_model(base, model.peft_config["default"])
-    write_adapter(copy, read_adapter(model))
-    try:
-        copy.merge_and_unload().save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        keep_known_settings(folder)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
+    with progress("exporting: load, merge, write", 3) as add:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            base = load_pretrained(AutoModelForCausalLM, base_folder, dtype="auto")
+            copy = get_peft_model(base, model.peft_config["default"])
+        add(1)
+        write_adapter(copy, read_adapter(model))
+        try:
+            merged = copy.merge_and_unload()
+            add(1)
+            merged.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            keep_known_settings(folder)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
     return folder
 
 
