@@ -171,5 +171,3 @@ def test_requests_that_come_and_go_leave_nothing_behind(make_policy: Make) -> No
     run = batch._run  # type: ignore[attr-defined]
     assert not any((run._prompts, run._calls, run._places, run._shared, run.num_missing, run.completions, run._queue))
     assert not run.cache.answers
-
-
