@@ -42,7 +42,6 @@ app = typer.Typer(
     help="Post-train a language model together with peers, without a coordinator, a data centre or trust in others.",
     epilog=EPILOG,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )

@@ -109,7 +109,9 @@ def _counting(add: Callable[[float], None]) -> Any:
 
     class Counting(tqdm):  # type: ignore[type-arg]
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            self._is_of_files = str(options.get("desc")).startswith("Reconstructing")  # the others count files, or the same bytes
+            self._is_of_files = str(options.get("desc")).startswith(
+                "Reconstructing"
+            )  # the others count files, or the same bytes
             super().__init__(*arguments, **{**options, "disable": True})
 
         def update(self, n: float | None = 1) -> bool | None:

@@ -26,7 +26,8 @@ def test_pass_at_k_is_the_share_of_choices_of_k_with_a_right_one() -> None:
 
 def test_wilson_is_that_of_the_literature() -> None:
     """Newcombe (1998), table I: 81 of 263, 15 of 148, 0 of 20 and 1 of 29, to four digits."""
-    for right, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)):  # fmt: skip
+    table = ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718))
+    for right, count, low, high in table:
         found = wilson(right / count, count)
         assert (found.low, found.high) == (pytest.approx(low, abs=6e-5), pytest.approx(high, abs=6e-5))
 

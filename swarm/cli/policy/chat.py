@@ -1,6 +1,5 @@
 """`swarm chat`: a conversation with the policy of a node, beside its base if that is wished."""
 
-import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,8 @@ from swarm.errors import ConfigError, SwarmError
 from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
+    import asyncio
+
     from swarm.serving.served_policy import ServedPolicy
 
 _COMMANDS = "/reset forgets the conversation, /quit ends, Ctrl-C stops an answer"
@@ -74,6 +75,8 @@ def chat(
         raise ConfigError("there must be --compare or --base, got both; leave one out")
     config = load_config(config_arguments(None, folder))
     policy, round = load_saved_policy(config, base_only=base)
+    import asyncio
+
     from swarm.serving.served_policy import ServedPolicy
 
     name = folder.resolve().name
@@ -99,7 +102,9 @@ async def _start(make: "Callable[[], ServedPolicy]") -> "ServedPolicy":
     return await make().__aenter__()
 
 
-def _talk(runner: asyncio.Runner, served: "ServedPolicy", speakers: Sequence[_Speaker], system: str, how: _How) -> None:
+def _talk(
+    runner: "asyncio.Runner", served: "ServedPolicy", speakers: Sequence[_Speaker], system: str, how: _How
+) -> None:
     """Answer messages until there are no more."""
     is_terminal = sys.stdin.isatty()
     number = 0
@@ -158,31 +163,44 @@ async def _answer_all(served: "ServedPolicy", speakers: Sequence[_Speaker], how:
     from rich.console import Console
     from rich.live import Live
 
-    console = Console(markup=False, highlight=False)
     if len(speakers) == 1:
-        await _answer(served, speakers[0], how, number, _print_piece)
-        print(flush=True)
+        try:
+            await _answer(served, speakers[0], how, number, _print_piece)
+        finally:
+            print(flush=True)
         return
+    console = Console(markup=False, highlight=False)
     if not console.is_terminal:
-        async with asyncio.TaskGroup() as tasks:
-            for speaker in speakers:
-                tasks.create_task(_answer(served, speaker, how, number, lambda piece: None))
+        await _together(served, speakers, how, number)
         for speaker in speakers:
             print(f"{plain(speaker.name)}: {plain(speaker.said, keep=KEPT)}", flush=True)
         return
     try:
         with Live(console=console, transient=True, refresh_per_second=12, get_renderable=lambda: _beside(speakers)):
-            async with asyncio.TaskGroup() as tasks:
-                for speaker in speakers:
-                    tasks.create_task(_answer(served, speaker, how, number, lambda piece: None))
+            await _together(served, speakers, how, number)
     finally:
         console.print(_beside(speakers))
+
+
+async def _together(served: "ServedPolicy", speakers: Sequence[_Speaker], how: _How, number: int) -> None:
+    """Sample the answers of all speakers at once. The first failure ends them all."""
+    import asyncio
+
+    tasks = [asyncio.create_task(_answer(served, one, how, number, lambda piece: None)) for one in speakers]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _answer(
     served: "ServedPolicy", speaker: _Speaker, how: _How, number: int, show: Callable[[str], None]
 ) -> None:
     """Sample the answer to a conversation. Raises ConfigError where it has become too long."""
+    import asyncio
+
     from swarm.engine.live_batch import LiveRequest
     from swarm.engine.sampling import Sampling
 

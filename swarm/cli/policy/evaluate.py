@@ -78,18 +78,18 @@ def evaluate(
         )
         return _scores(rewards, _ks(k), threshold)
 
-    columns = {"the base" if trained_round is None else f"round {trained_round}": measured("evaluating")}
+    policies = {"the base" if trained_round is None else f"round {trained_round}": measured("evaluating")}
     if compare:
         write_adapter(
             policy.model, {name: one.new_zeros(one.shape) for name, one in read_adapter(policy.model).items()}
         )
-        columns["the base"] = measured("evaluating the base")
+        policies["the base"] = measured("evaluating the base")
     if as_json:
-        told = [_as_json(scores) for scores in columns.values()]
+        told = [_as_json(scores) for scores in policies.values()]
         facts = {"temperature": temperature, "k": k, "samples": num_answers, "pass_at": threshold}
         print(json.dumps({"round": trained_round, **told[0], **facts, **({"base": told[1]} if compare else {})}))
         return
-    _print(columns)
+    _print(policies, k)
 
 
 def _check(k: int, num_answers: int, *, compare: bool, base: bool) -> None:
@@ -158,25 +158,24 @@ def _as_json(scores: Scores) -> dict[str, Any]:
     }
 
 
-def _print(columns: Mapping[str, Scores]) -> None:
+def _print(policies: Mapping[str, Scores], k: int) -> None:
+    """Print a line per source and policy, 80 columns wide."""
     from rich.console import Console
     from rich.table import Table
 
-    first = next(iter(columns.values()))
-    ks = list(first[ALL].pass_at)
-    # one answer per task: pass@1 is the mean reward wherever rewards are 0 or 1
-    shown = [f"pass@{k}" for k in ks] if ks != [1] else []
-    table = Table("task source", "tasks", title=f"held-out tasks, {' and '.join(columns)}", title_justify="left")
-    for what in ["mean reward", *shown]:
-        for name in columns:
-            table.add_column(f"{what}, {name}" if len(columns) > 1 else what, justify="right")
-    for source, one in first.items():
-        cells: list[str] = []
-        for k in [None, *(ks if shown else [])]:
-            for scores in columns.values():
-                known = scores.get(source)
-                cells.append("" if known is None else _cell(known.reward if k is None else known.pass_at[k]))
-        table.add_row(plain(source), str(one.num_tasks), *cells, end_section=False)
+    table = Table("task source", "tasks", title=f"held-out tasks, {' beside '.join(policies)}", title_justify="left")
+    if len(policies) > 1:
+        table.add_column("policy")
+    for what in ("mean reward", f"pass@{k}"):
+        table.add_column(what, justify="right", no_wrap=True)
+    for source, first in next(iter(policies.values())).items():
+        for number, (name, scores) in enumerate(policies.items()):
+            known = scores.get(source)  # None where no answer of it could be scored
+            head = ["", ""] if number else [plain(source), str(first.num_tasks)]
+            whose = [name] if len(policies) > 1 else []
+            cells = ("", "") if known is None else (_cell(known.reward), _cell(known.pass_at[k]))
+            table.add_row(*head, *whose, *cells)
+        table.add_section()
     Console(markup=False).print(table)
 
 

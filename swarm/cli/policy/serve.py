@@ -1,8 +1,5 @@
 """`swarm serve`: the policy of a node behind an API that clients of OpenAI's speak."""
 
-import asyncio
-import ipaddress
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +58,8 @@ def serve(
     server = _bound({"http_host": host, "http_port": port, "http_names": name or []}, pages, token)
     policy, round = load_saved_policy(config)
     assert round is not None, "only a base has none"
+    import asyncio
+
     from swarm.serving.served_policy import ServedPolicy
 
     async def run() -> None:
@@ -76,6 +75,9 @@ async def _serve(
     served: "ServedPolicy", folder: Path, server: "HttpServer", pages: "list[BaseRoute]", *, reload: bool, says: str
 ) -> None:
     """Serve until SIGINT or SIGTERM."""
+    import asyncio
+    import signal
+
     from swarm.serving.openai_api import OpenAIApi
 
     api = OpenAIApi(served, folder.resolve().name)
@@ -110,6 +112,8 @@ def _bound(settings: dict[str, Any], pages: "list[BaseRoute]", token: str) -> "H
 
 
 def _is_loopback(host: str) -> bool:
+    import ipaddress
+
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
