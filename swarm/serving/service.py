@@ -222,7 +222,8 @@ class _Work:
         return not (self._running or self._waiting or self._changes)
 
     def go_on(self, orders: Sequence[_Add | int | Callable[[], None]]) -> list[SampledToken]:
-        """Take orders, then sample a token of every open answer."""
+        """Take orders, then sample a token of every open answer. Raises what sampling raises, and MemoryBudgetError."""
+        self._batches = self._batches or self._open()
         for order in orders:
             if isinstance(order, int):
                 self._drop(order)
@@ -246,10 +247,8 @@ class _Work:
         return new
 
     def give_up(self) -> None:
-        """Forget all answers after a failure."""
-        self._waiting, self._changes, self._running = [], [], Counter()
-        with torch.inference_mode():
-            self._batches = self._open()
+        """Forget all answers after a failure. The next order opens the batches anew."""
+        self._waiting, self._changes, self._running, self._batches = [], [], Counter(), []
 
     def _drop(self, number: int) -> None:
         self._waiting = [one for one in self._waiting if one[0] != number]

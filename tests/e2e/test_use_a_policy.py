@@ -176,6 +176,15 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_a_second_one_leaves(endless: P
     assert terminal.code() == 130
 
 
+def test_the_shell_completes_commands_and_options() -> None:
+    for words, offered in (("swarm ser", "serve"), ("swarm serve --max-a", "--max-answers")):
+        variables = {"_SWARM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        told = subprocess.run(
+            SWARM, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert told.stdout.split() == [offered], told.stderr
+
+
 @pytest.mark.extra("lm_eval")
 def test_lm_eval_measures_an_exported_policy_on_a_task_of_ones_own(folder: Path, tmp_path: Path) -> None:
     """The commands of docs/using.md."""

@@ -101,7 +101,8 @@ def test_torch_is_not_imported_by_the_network_side(package: str) -> None:
 
 COMMANDS = [
     ["--help"], ["run", "--help"], ["config", "show"], ["run", "--dry-run"], ["status", "--help"], ["dashboard", "--help"],
-    ["report", "--help"], ["doctor", "--help"], ["join", "--help"], ["create", "--help"], ["stage", "--help"], ["serve", "--help"], ["chat", "--help"],
+    ["report", "--help"], ["doctor", "--help"], ["join", "--help"], ["create", "--help"], ["stage", "--help"],
+    ["serve", "--help"], ["chat", "--help"],
 ]  # fmt: skip
 
 
