@@ -1,14 +1,13 @@
 """Progress with the time left: a bar on a terminal, lines elsewhere."""
 
 import io
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from swarm.observability import progress as module
 from swarm.observability.progress import LINE_INTERVAL_S, _Lines, progress, tracked
-from swarm.policy.base_folder import _counting
+from swarm.policy.base_folder import BUNDLED_FOLDER, _counting
 from swarm.policy.lineage import hash_weights
 
 
@@ -85,9 +84,9 @@ def test_bytes_of_a_download_are_counted_once() -> None:
     assert counted == [7]
 
 
-def test_hashing_tells_every_byte(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashing_tells_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
     monkeypatch.setattr(_Lines, "add", lambda self, amount: told.append(amount))
-    hash_weights(tiny_models["llama"])
-    num_bytes = (tiny_models["llama"] / "model.safetensors").stat().st_size
+    hash_weights(BUNDLED_FOLDER)
+    num_bytes = (BUNDLED_FOLDER / "model.safetensors").stat().st_size
     assert 0.9 * num_bytes < sum(told) <= num_bytes, "all but the header"

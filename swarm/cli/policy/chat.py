@@ -18,6 +18,8 @@ from swarm.observability.plain_text import plain
 if TYPE_CHECKING:
     import asyncio
 
+    from rich.table import Table
+
     from swarm.serving.served_policy import ServedPolicy
 
 _COMMANDS = "/reset forgets the conversation, /quit ends, Ctrl-C stops an answer"
@@ -229,7 +231,7 @@ def _print_piece(text: str) -> None:
     print(plain(text, keep=KEPT), end="", flush=True)
 
 
-def _beside(speakers: Sequence[_Speaker]) -> object:
+def _beside(speakers: Sequence[_Speaker]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
