@@ -105,6 +105,10 @@ class CheckpointStore:
             )
         return None
 
+    def newest_round(self) -> int | None:
+        """Return the round of the newest complete checkpoint, which may still turn out to be damaged; None without any."""
+        return next((_round_of(path) for path in self._newest_first()), None)
+
     def _newest_first(self) -> list[Path]:
         """Return the complete checkpoints; of a round that is being replaced, the one that exists."""
         found: dict[int, Path] = {}

@@ -22,6 +22,7 @@ from swarm.config import LoraSection
 from swarm.config.shareable import base_name
 from swarm.errors import PolicyError
 from swarm.machine.safe_files import SHARED, read_json, replace_file
+from swarm.observability.progress import progress
 
 ADAPTER_CONFIG, CARD = "adapter_config.json", "README.md"
 BASE_FACTS = "swarm_base.json"
@@ -119,8 +120,10 @@ def export_merged(model: Any, tokenizer: Any, base_folder: Path, folder: Path, *
 
     Memory: as `merged_model`. `card`: content of README.md. Raises PolicyError if `folder` is not empty or cannot be written.
     """
-    with new_folder(folder) as scratch:
-        merged_model(model, base_folder).save_pretrained(scratch)
+    with new_folder(folder) as scratch, progress("exporting: merge, write", 2) as add:
+        merged = merged_model(model, base_folder)
+        add(1)
+        merged.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         _finish(scratch, card)
     return folder

@@ -2,10 +2,12 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from swarm.observability.progress import tracked
 
 
 def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
@@ -13,7 +15,20 @@ def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
 
     By default transformers asks on the terminal whether to run such code, and accepts a `y` from a pipe.
     """
-    return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.set_tqdm_hook(_bar)
+    try:
+        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+
+
+def _bar(factory: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Show how many weights are loaded as all other progress is shown."""
+    if options.get("desc") != "Loading weights" or len(arguments) != 1:
+        return factory(*arguments, **options)
+    return tracked(arguments[0], "loading weights", len(arguments[0]))
 
 
 @contextmanager

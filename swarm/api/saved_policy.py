@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from swarm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from swarm.adapters.checkpoint import Checkpoint
     from swarm.config import Config
     from swarm.policy.policy import Policy
 
@@ -16,10 +17,7 @@ def load(config: "Config", *, base_only: bool = False) -> tuple["Policy", int | 
 
     Raises CheckpointError where node.dir holds no checkpoint, or one of another lineage, or one that no learner has written.
     """
-    from swarm.adapters.adapter_state import write_adapter
-    from swarm.adapters.checkpoint import CheckpointStore
     from swarm.machine.node_folder import NodeFolder
-    from swarm.node.run_state import check_run_state
     from swarm.policy.base_folder import fitted_to_base
     from swarm.policy.policy import load_policy
     from swarm.warm_start.start_digest import start_digest
@@ -34,21 +32,52 @@ def load(config: "Config", *, base_only: bool = False) -> tuple["Policy", int | 
         return load_policy(
             fitted_to_base(config).policy, device=config.node.device, hash_cache=cache, start=start
         ), None
+    checkpoint = _newest(config)
+    policy = load_policy(fitted_to_base(config).policy, device=config.node.device, hash_cache=cache, start=start)
+    return policy, _take(policy, config, checkpoint)
+
+
+def newest_round(config: "Config") -> int | None:
+    """Round of the newest checkpoint in node.dir, without reading it; None where there is none."""
+    from swarm.adapters.checkpoint import CheckpointStore
+    from swarm.machine.node_folder import NodeFolder
+
+    return CheckpointStore(NodeFolder(config.node.dir).checkpoints, config.checkpoint.keep).newest_round()
+
+
+def load_newest_into(policy: "Policy", config: "Config") -> int:
+    """Give a policy the adapter of the newest checkpoint, and return its round. Raises CheckpointError as `load`."""
+    return _take(policy, config, _newest(config))
+
+
+def _newest(config: "Config") -> "Checkpoint":
+    from swarm.adapters.checkpoint import CheckpointStore
+    from swarm.machine.node_folder import NodeFolder
+
+    folder = NodeFolder(config.node.dir)
     checkpoint = CheckpointStore(folder.checkpoints, config.checkpoint.keep).load_newest()
     if checkpoint is None:
         raise CheckpointError(
-            f"node.dir must hold a checkpoint, got none in {folder.path}; run the node first, set node.dir, or use --base"
+            f"node.dir must hold a checkpoint, got none in {folder.path}; run the node first, or set node.dir "
+            "(`swarm eval`, `swarm sample` and `swarm chat` do without one with --base)"
         )
-    policy = load_policy(fitted_to_base(config).policy, device=config.node.device, hash_cache=cache, start=start)
+    return checkpoint
+
+
+def _take(policy: "Policy", config: "Config", checkpoint: "Checkpoint") -> int:
+    from swarm.adapters.adapter_state import write_adapter
+    from swarm.machine.node_folder import NodeFolder
+    from swarm.node.run_state import check_run_state
+
     check_run_state(checkpoint, policy.vocab_size)
     if not policy.lineage.has_name(checkpoint.state["lineage"]["policy"]):
         raise CheckpointError(
             f"policy settings must be those of the run, got another lineage than {checkpoint.path}; "
-            f"pass {folder.config} as the config"
+            f"pass {NodeFolder(config.node.dir).config} as the config"
         )
     write_adapter(policy.model, checkpoint.tensors["adapter"])
     policy.version = checkpoint.state["policy_version"]
-    return policy, checkpoint.round
+    return checkpoint.round
 
 
 class SavedPolicy:

@@ -16,7 +16,7 @@ import typer.exceptions
 from swarm import __version__
 from swarm.cli import config, experiment, testbed
 from swarm.cli.node import dashboard, doctor, init, logs, peers, report, run, stage, status, top
-from swarm.cli.policy import evaluate, export, merge, sample
+from swarm.cli.policy import chat, evaluate, export, merge, sample, serve
 from swarm.cli.swarm import bootstrap, create, identity, join, pull, silo
 from swarm.errors import ConfigError, SwarmError
 from swarm.machine.child_python import keep_current_folder_off_the_path
@@ -42,7 +42,6 @@ app = typer.Typer(
     help="Post-train a language model together with peers, without a coordinator, a data centre or trust in others.",
     epilog=EPILOG,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -72,6 +71,8 @@ app.command("report")(report.report)
 app.command("doctor", context_settings=run.OVERRIDES)(doctor.doctor)
 app.command("eval", context_settings=run.OVERRIDES)(evaluate.evaluate)
 app.command("sample", context_settings=run.OVERRIDES)(sample.sample)
+app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("export", context_settings=run.OVERRIDES)(export.export)
 app.command("merge")(merge.merge)
 app.add_typer(identity.app, name="identity")

@@ -37,7 +37,7 @@ class EventResponse(Response):
     """Ends with its events, when the client is gone, when it took nothing for SEND_TIMEOUT_S, or when it loses its place."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], places: EventPlaces, send_timeout_s: float = SEND_TIMEOUT_S
+        self, events: AsyncIterator[bytes], places: ConnectionSlots, send_timeout_s: float = SEND_TIMEOUT_S
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -47,7 +47,7 @@ class EventResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send_all(send, (scope.get("client") or ("",))[0]))
-        leaving = asyncio.create_task(_disconnected(receive))
+        leaving = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -72,7 +72,8 @@ class EventResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

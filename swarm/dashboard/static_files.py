@@ -28,9 +28,9 @@ def token_path(folder: Path) -> Path:
     return folder / _FILE
 
 
-def make_token(folder: Path) -> str:
+def make_token(folder: Path, name: str = _FILE) -> str:
     """The folder's token; a new one where there is none, or where others could have read it. Raises OSError."""
-    path = token_path(folder)
+    path = folder / name
     with contextlib.suppress(OSError, ValueError):  # none, or a link: what is there is replaced
         is_private = path.lstat().st_mode & 0o077 == 0
         if (kept := _read(path)) and is_private:

@@ -10,8 +10,8 @@ the adapted ones for the call and these return unchanged, bit for bit. Only a fl
 round away updates.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -67,18 +67,35 @@ class MergedLayers:
         return sum(plain.weight.nbytes for _, _, _, plain in self._places)
 
     def __enter__(self) -> Self:
-        for parent, child, layer, plain in self._places:
-            with torch.no_grad():
-                factor_a, factor_b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-                torch.addmm(
-                    layer.base_layer.weight, factor_b, factor_a, alpha=layer.scaling["default"], out=plain.weight.data
-                )
-            setattr(parent, child, plain)
+        self.merge()
+        self._put_in_place()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for parent, child, layer, _ in self._places:
             setattr(parent, child, layer)
+
+    def merge(self) -> None:
+        """Compute the merged weights from the adapter as it is now."""
+        with torch.no_grad():
+            for _, _, layer, plain in self._places:
+                factor_a, factor_b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+                torch.addmm(
+                    layer.base_layer.weight, factor_b, factor_a, alpha=layer.scaling["default"], out=plain.weight.data
+                )
+
+    @contextmanager
+    def as_merged_last(self) -> Iterator[None]:
+        """Run on the weights of the last `merge`, for an adapter that has not changed since."""
+        try:
+            self._put_in_place()
+            yield
+        finally:
+            self.__exit__()
+
+    def _put_in_place(self) -> None:
+        for parent, child, _, plain in self._places:
+            setattr(parent, child, plain)
 
 
 def _is_foldable(base: nn.Module) -> bool:
@@ -92,7 +109,7 @@ def _like(base: nn.Linear) -> nn.Linear:
     return plain.eval()
 
 
-_FOLD_SHARE = 4
+FOLD_SHARE = 4
 """Merged weights may take at most this fraction (1/4) of free memory: a copy of the adapted layers is not worth more."""
 _STORED_BYTES = 64 * 2**20
 """Buffers up to this size stay for the next call: new memory would cost a small model a tenth of its time on CPU."""
@@ -110,7 +127,7 @@ class SlotEngine:
         self._max_batch_sequences = max_batch_sequences
         self._cache_bytes = cache_bytes
         self._model = SlotModel(policy)
-        self._merged = MergedLayers(policy, max_bytes=available_bytes(policy.device) // _FOLD_SHARE)
+        self._merged = MergedLayers(policy, max_bytes=available_bytes(policy.device) // FOLD_SHARE)
         self._cache: SlotCache | None = None  # of the last call
 
     @torch.inference_mode()  # a twelfth faster than no_grad for a small model

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
@@ -24,7 +25,7 @@ from swarm.engine.engine import (
     with_reply,
 )
 from swarm.engine.pruning import AnswerKey
-from swarm.engine.sampling import sample_tokens
+from swarm.engine.sampling import StopStrings, sample_tokens
 from swarm.engine.slot_cache import CachedAnswer, SharedPrefix, SlotCache, bytes_of, chained
 from swarm.engine.slot_model import SlotModel
 from swarm.engine.slot_pruning import SlotPruning
@@ -74,9 +75,10 @@ class SlotRun:
         """Number of answers that have not ended, by prompt."""
         self.cache = cache
         self._model = model
-        self._prompts = [request.prompt for request in requests]
+        self._prompts = {number: request.prompt for number, request in enumerate(requests)}
         self._queue = deque(rows)
         self._call = call
+        self._has_stops = bool(call.stop)  # any answer
         self._eos = torch.tensor(sorted(call.eos_token_ids), device=device)
         self._pruning = pruning
         self._turns = turns
@@ -137,6 +139,10 @@ class SlotRun:
         counts = Counter(prompts[row.prompt] for row in rows if row.prompt in long)
         return {prompt: tokens for prompt, tokens in prompts.items() if counts[tokens] > 1}
 
+    def _is_worth_sharing(self, prompt: Sequence[int]) -> bool:
+        """Whether several answers to a prompt should read its keys and values, in place of a copy each."""
+        return len(prompt) >= _SHARED_TOKENS and self._model.splits_attention
+
     def is_going(self) -> bool:
         """Make room for the next tokens and fill free slots; returns whether any answer is active.
 
@@ -163,7 +169,7 @@ class SlotRun:
         """Sample one token in every active slot, remove ended answers, and compute the next logits of the others."""
         num_active = self._num_active
         slots, steps = self.cache.slots[:num_active], self._steps[:num_active]
-        tokens, *logprobs = sample_tokens(self._logits[:num_active], self._call.sampling, self._noise[slots, steps])
+        tokens, *logprobs = self._draw(self._logits[:num_active], self._noise[slots, steps])
         self._tokens[slots, steps] = tokens
         self._logprobs[:, slots, steps] = torch.stack(logprobs)
         steps += 1
@@ -175,6 +181,18 @@ class SlotRun:
             self._logits[:num_active] = self._model.extend(self.cache, last)
             if self._pruning is not None:
                 self._prune(self._pruning)
+
+    def _draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw a token for every active slot; returns what `sample_tokens` does."""
+        return sample_tokens(logits, self._call.sampling, uniforms)
+
+    def _stop_of(self, row: AnswerSlot) -> StopStrings:
+        """Return the strings that end an answer."""
+        return self._call.stop
+
+    def _uniforms(self, row: AnswerSlot) -> np.ndarray:
+        """Return the uniform numbers [max_new_tokens] of an answer's tokens."""
+        return self._call.uniforms(row)
 
     def _prune(self, pruning: SlotPruning) -> None:
         """Remove the answers to drop. The logits of the next token exist already and move with their slots."""
@@ -193,7 +211,7 @@ class SlotRun:
         for slot, code in enumerate(codes):
             if code == 2:
                 ended.append((slot, "eos"))
-            elif self._call.stop and self._has_stop(slot):
+            elif self._has_stops and self._has_stop(slot):
                 ended.append((slot, "stop"))
             elif code == 1:
                 ended.append((slot, "limit"))
@@ -202,7 +220,8 @@ class SlotRun:
     def _has_stop(self, slot: int) -> bool:
         row = self._rows[slot]
         assert row is not None
-        return self._call.stop.are_in(self._tokens[slot, row.turn_start : int(self._steps[slot])].tolist())
+        stop = self._stop_of(row)
+        return bool(stop) and stop.are_in(self._tokens[slot, row.turn_start : int(self._steps[slot])].tolist())
 
     def _take_replies(self) -> None:
         """Queue the answers whose environments have replied, before those that have not begun."""
@@ -343,7 +362,7 @@ class SlotRun:
         if not self._logits.shape[1]:
             self._logits = logits.new_zeros(self._num_slots, len(logits), dtype=torch.float32)
         num_begun, device = len(row.begun.token_ids), self._tokens.device
-        self._noise[slot, : row.max_new_tokens] = torch.from_numpy(self._call.uniforms(row)).to(device)
+        self._noise[slot, : row.max_new_tokens] = torch.from_numpy(self._uniforms(row)).to(device)
         self._logits[slot] = logits
         self._rows[slot] = row
         self._steps[slot], self._limits[slot] = num_begun, row.max_new_tokens

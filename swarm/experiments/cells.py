@@ -12,7 +12,8 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from swarm.machine import tethered
 from swarm.machine.child_python import module_command
 from swarm.machine.safe_files import SHARED, open_to_append, read_file, read_json, replace_file
 from swarm.observability.plain_text import counted
+from swarm.observability.progress import progress
 
 Result = dict[str, Any]
 Say = Callable[[str], None]
@@ -108,7 +110,7 @@ def compute(cells: Sequence[Cell], store: CellStore, num_workers: int, say: Say)
         say(f"{len(cells) - len(waiting)} of {len(cells)} cells were finished earlier")
     started_s, running, num_cells = time.monotonic(), list[_Worker](), len(waiting)
     num_left = num_cells
-    try:
+    with progress("cells", num_cells) as add, _killing(running):
         while waiting or running:
             while waiting and len(running) < num_workers:
                 running.append(_Worker(waiting.pop(0), store))
@@ -116,16 +118,24 @@ def compute(cells: Sequence[Cell], store: CellStore, num_workers: int, say: Say)
                 running.remove(worker)
                 worker.check()
                 num_left -= 1
+                add(1)
                 minutes = (time.monotonic() - started_s) / 60
                 left = counted(num_left, "cell") + " left"
                 if num_left:
                     left += f", about {minutes / (num_cells - num_left) * num_left:.0f} min"
                 say(f"{worker.cell.name} finished after {minutes:.1f} min, {left}")
             time.sleep(_LOOK_INTERVAL_S)
-    finally:
-        for worker in running:
-            worker.kill()
     return store.read_all(cells)
+
+
+@contextmanager
+def _killing(workers: "list[_Worker]") -> Iterator[None]:
+    """Leave none of the workers running, however this context ends."""
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 class _Worker:

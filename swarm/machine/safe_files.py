@@ -125,12 +125,12 @@ def parse_json(content: bytes | str, max_values: int | None = None) -> Any:
     return json.loads(data.decode())  # UTF-8 only: the encoding in which the brackets were counted
 
 
-def parse_json_text(content: bytes) -> Any:
+def parse_json_text(content: bytes, max_values: int | None = None) -> Any:
     """Parse JSON as `parse_json` does. Also raises ValueError for a text that UTF-8 cannot hold.
 
     An escape in JSON can be half of a surrogate pair, which no tokenizer and no hash accepts.
     """
-    value = parse_json(content)
+    value = parse_json(content, max_values)
     if b"\\u" in content:
         json.dumps(value, ensure_ascii=False).encode()
     return value

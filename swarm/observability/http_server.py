@@ -13,6 +13,7 @@ answers forbid the browser: no foreign script, no frame, no guessing of types, n
 
 import asyncio
 import contextlib
+import hmac
 import ipaddress
 import logging
 import socket
@@ -167,7 +168,7 @@ class Guard:
         if not self._is_own(host):
             return PlainTextResponse(
                 "this server must be asked by an address or localhost, got another name; "
-                "add it to observability.http_names (--name of `swarm dashboard`)\n",
+                "add it to observability.http_names (--name of `swarm dashboard` and `swarm serve`)\n",
                 status_code=421,
             )
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
@@ -188,6 +189,24 @@ class Guard:
         except ValueError:
             return False
         return True
+
+
+class BearerToken:
+    """ASGI middleware that lets in whoever sends the token as `Authorization: Bearer`."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._token):
+            await self._app(scope, receive, send)
+            return
+        message = "the token is missing or wrong; send it as Authorization: Bearer TOKEN"
+        error = {"message": message, "type": "authentication_error", "param": None, "code": "invalid_api_key"}
+        refusal = JSONResponse({"error": error}, status_code=401, headers={"www-authenticate": "Bearer"})
+        await refusal(scope, receive, send)
 
 
 def host_name(host: str) -> str:
@@ -214,13 +233,17 @@ class HttpServer:
         metrics: Metrics,
         health: Callable[[], dict[str, Any]],
         pages: Sequence[BaseRoute] = (),
+        token: str = "",
     ) -> None:
+        """`pages` are read at the start. With a `token` everything is for those alone who send it; see `BearerToken`."""
         self.port = 0
         """Actual port while running, else 0."""
         self._config = config
         self._metrics = metrics
         self._health = health
         self._pages = pages
+        self._token = token
+        self._listener: socket.socket | None = None
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -228,11 +251,11 @@ class HttpServer:
         """Raises ConfigError where the address cannot be bound."""
         if not self._config.http:
             return
-        listener = self._bind()
-        self.port = listener.getsockname()[1]
+        self.bind()
+        assert self._listener is not None
         routes = [Route("/metrics", self._get_metrics), Route("/health", self._get_health), *self._pages]
         settings = uvicorn.Config(
-            Starlette(routes=routes, middleware=[Middleware(Guard, names=self._config.http_names)]),
+            Starlette(routes=routes, middleware=self._guards()),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -252,7 +275,7 @@ class HttpServer:
         )
         self._server = uvicorn.Server(settings)
         # `_serve` is `serve` without the signal handlers, which belong to the node
-        self._serving = asyncio.create_task(self._server._serve([listener]))
+        self._serving = asyncio.create_task(self._server._serve([self._listener]))
         what = "the page, metrics and health" if self._pages else "metrics and health"
         logger.info("%s on %s", what, http_address(self._config.http_host, self.port))
 
@@ -261,9 +284,16 @@ class HttpServer:
             return
         self._server.should_exit = True
         await self._serving
-        self._server, self.port = None, 0
+        self._server, self._listener, self.port = None, None, 0
 
-    def _bind(self) -> socket.socket:
+    def _guards(self) -> list[Middleware]:
+        guard = Middleware(Guard, names=self._config.http_names)
+        return [guard, Middleware(BearerToken, token=self._token)] if self._token else [guard]
+
+    def bind(self) -> None:
+        """Take the port, where clients then wait for `start`. Raises ConfigError where the address cannot be bound."""
+        if self._listener is not None:
+            return
         host, port = self._config.http_host, self._config.http_port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -277,7 +307,7 @@ class HttpServer:
                 f"observability.http_port must be free, got {host}:{port}: {error.strerror}; "
                 "set observability.http_port = 0 to take any"
             ) from None
-        return listener
+        self._listener, self.port = listener, listener.getsockname()[1]
 
     async def _get_metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")

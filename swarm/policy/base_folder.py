@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from swarm.config import BUNDLED_BASES, Config
 from swarm.config.policy import BUNDLED, BUNDLED_REASONING
 from swarm.errors import ConfigError, PolicyError
 from swarm.machine.safe_files import is_bare_name, read_json
+from swarm.observability.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ def download(base: str, revision: str | None, max_gib: float) -> Path:
             except LocalEntryNotFoundError:
                 raise error from None
         check_size(base, num_bytes, max_gib)
-        return _snapshot(base, revision)
+        with progress(f"downloading {base}", num_bytes, in_bytes=True) as add:
+            return _snapshot(base, revision, tqdm_class=_counting(add))
 
 
 def download_bytes(base: str, revision: str | None) -> int:
@@ -101,7 +103,26 @@ def _num_missing_bytes(base: str, revision: str | None) -> int:
     return sum(sizes[name] for name in used if try_to_load_from_cache(base, name, revision=info.sha) is None)
 
 
-def _snapshot(base: str, revision: str | None, **options: bool) -> Path:
+def _counting(add: Callable[[float], None]) -> Any:
+    """Return a class of bars for the hub's library that draw nothing, and pass on how many bytes have come."""
+    from tqdm.auto import tqdm
+
+    class Counting(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self._is_of_files = str(options.get("desc")).startswith(
+                "Reconstructing"
+            )  # the others count files, or the same bytes
+            super().__init__(*arguments, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if self._is_of_files:
+                add(n or 0)
+            return super().update(n)
+
+    return Counting
+
+
+def _snapshot(base: str, revision: str | None, **options: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     folder = Path()

@@ -15,13 +15,14 @@ The importance weight π_old/μ measures the small difference of their log-probs
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from swarm.config import LoraSection
 from swarm.errors import PolicyError
 from swarm.machine.safe_files import read_json, replace_file
+from swarm.observability.progress import progress
 from swarm.policy.base_folder import read_base_json, weight_files
 from swarm.types import Lineage
 
@@ -66,25 +67,28 @@ def hash_weights(folder: Path, cache: Path | None = None) -> str:
     """
     known = _read_cache(cache)
     tensors: list[list[Any]] = []
-    for path in weight_files(folder):
-        resolved = path.resolve()  # hub files are links into a content store
-        status = resolved.stat()
-        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-        entry = known.get(str(resolved))
-        if not isinstance(entry, dict) or entry.get("stamp") != stamp:
-            entry = {"stamp": stamp, "tensors": _tensor_digests(resolved)}
-            known[str(resolved)] = entry
-        tensors += entry["tensors"]
+    paths = [path.resolve() for path in weight_files(folder)]  # hub files are links into a content store
+    with progress("hashing the base", sum(path.stat().st_size for path in paths), in_bytes=True) as add:
+        for path in paths:
+            status = path.stat()
+            stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+            entry = known.get(str(path))
+            if not isinstance(entry, dict) or entry.get("stamp") != stamp:
+                entry = {"stamp": stamp, "tensors": _tensor_digests(path, add)}
+                known[str(path)] = entry
+            else:
+                add(status.st_size)
+            tensors += entry["tensors"]
     _write_cache(cache, known)
     return _digest(sorted(tensors))
 
 
-def _tensor_digests(path: Path) -> list[list[Any]]:
+def _tensor_digests(path: Path, add: Callable[[float], None]) -> list[list[Any]]:
     """Return [name, dtype, shape, SHA-256] of every tensor of a file. A PyTorch file counts as one; it is not unpickled."""
     try:
         with path.open("rb") as file:
             if path.suffix == ".bin":
-                return [[path.name, "file", [], _sha256(file, path.stat().st_size)]]
+                return [[path.name, "file", [], _sha256(file, path.stat().st_size, add)]]
             header_bytes = int.from_bytes(file.read(8), "little")
             if header_bytes > path.stat().st_size:
                 raise ValueError("the header is cut off")
@@ -94,7 +98,7 @@ def _tensor_digests(path: Path) -> list[list[Any]]:
             for name, facts in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
                 start, end = facts["data_offsets"]
                 file.seek(8 + header_bytes + start)
-                digests.append([name, facts["dtype"], facts["shape"], _sha256(file, end - start)])
+                digests.append([name, facts["dtype"], facts["shape"], _sha256(file, end - start, add)])
             return digests
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PolicyError(
@@ -102,7 +106,7 @@ def _tensor_digests(path: Path) -> list[list[Any]]:
         ) from None
 
 
-def _sha256(file: Any, num_bytes: int) -> str:
+def _sha256(file: Any, num_bytes: int, add: Callable[[float], None]) -> str:
     digest = hashlib.sha256()
     while num_bytes > 0:
         block = file.read(min(_READ_BYTES, num_bytes))
@@ -110,6 +114,7 @@ def _sha256(file: Any, num_bytes: int) -> str:
             raise ValueError("the file is cut off")
         digest.update(block)
         num_bytes -= len(block)
+        add(len(block))
     return digest.hexdigest()
 
 

@@ -25,7 +25,7 @@ from swarm.policy.lineage import compute_lineage
 from swarm.policy.logprobs import TokenLogprobs, token_logprobs
 from swarm.policy.lora import adapter_shape, attach_adapter, check_adapter_runs
 from swarm.policy.micro_batch_size import DEFAULT_TOKENS, TokenSequence
-from swarm.policy.prompts.prompt_encoder import PromptEncoder, encoded, surviving_panics
+from swarm.policy.prompts.prompt_encoder import PromptEncoder, decoded, encoded
 from swarm.types import PLAIN, Lineage, PromptContext, Role
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,7 @@ class TextPolicy(ABC):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of an answer without special tokens. Empty where the tokenizer cannot decode the ids."""
-        with surviving_panics():
-            return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return ""
+        return decoded(self.tokenizer, token_ids)
 
 
 @dataclass(slots=True, kw_only=True)

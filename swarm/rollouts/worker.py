@@ -222,19 +222,26 @@ class RolloutWorker:
 
     def evaluate(self, tasks: Sequence[Task], *, temperature: float, seed: int) -> dict[str, list[float]]:
         """Reward of one answer per task, by source; tasks with too long a prompt or a failing verifier are left out."""
-        rewards: dict[str, list[float]] = {}
+        each = self.evaluate_each(tasks, 1, temperature=temperature, seed=seed)
+        return {source: [reward for (reward,) in of_tasks] for source, of_tasks in each.items()}
+
+    def evaluate_each(
+        self, tasks: Sequence[Task], num_answers: int, *, temperature: float, seed: int
+    ) -> dict[str, list[list[float]]]:
+        """Rewards of `num_answers` answers to each task, by source. It leaves out the same tasks as `evaluate`."""
+        rewards: dict[str, list[list[float]]] = {}
         encoded = [(task, self._policy.encode_prompt(task.prompt, task.context)) for task in tasks]
         kept = [(task, prompt) for task, prompt in encoded if self._fits(prompt)]
-        requests = [self._request(prompt, 1) for _, prompt in kept]
+        requests = [self._request(prompt, num_answers) for _, prompt in kept]
         with self._runner([task for task, _ in kept], requests) as runner:
             answers = self._generate(requests, Sampling(temperature=temperature), seed, None, runner)
             for request, ((task, _), completions) in enumerate(zip(kept, answers, strict=True)):
                 try:
-                    (rollout,) = self._rollouts(_Answered(task, completions, self._policy.version, request), runner)
+                    rollouts = self._rollouts(_Answered(task, completions, self._policy.version, request), runner)
                 except TaskFailure as failure:
                     self._tell(task.ref.source, failure)
                     continue
-                rewards.setdefault(task.ref.source, []).append(rollout.reward)
+                rewards.setdefault(task.ref.source, []).append([rollout.reward for rollout in rollouts])
         return rewards
 
     def _runner(self, tasks: Sequence[Task], requests: Sequence[AnswerRequest]) -> EpisodeRunner:

@@ -14,6 +14,7 @@ from swarm.cli.swarm.preflight import hub_findings
 from swarm.config import PolicySection
 from swarm.diagnostics.check_result import Level
 from swarm.errors import PolicyError
+from swarm.observability.progress import _Lines as progress_lines
 from swarm.policy.base_folder import base_at_hand, locate_base
 from swarm.warm_start.hub_adapter import ADAPTER_FILES, BASE_FACTS, hub_adapter
 from tests.unit.local_http import Received, local_http
@@ -214,3 +215,28 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(PolicyError, match=r"warm_start\.adapter_hub must be an adapter on a hub that can be reached"):
         hub_adapter("owner/adapter", "main", 5.0)
+
+
+def test_a_download_tells_all_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real client: what it calls its bars is not written down anywhere."""
+    contents = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"x" * 3_000_000}
+    listed = [{"rfilename": name, "size": len(content)} for name, content in contents.items()]
+    entries = [{"type": "file", "path": name, "size": len(text), "oid": "0" * 40} for name, text in contents.items()]
+
+    def answer(method: str, path: str, body: bytes) -> tuple[int, bytes] | tuple[int, bytes, dict[str, str]]:
+        if "/tree/" in path:
+            return 200, json.dumps(entries).encode()
+        if "/resolve/" in path:
+            name = path.rpartition("/")[2]
+            return 200, contents[name], {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT}
+        return 200, json.dumps({"id": "owner/model", "sha": COMMIT, "siblings": listed}).encode()
+
+    told: list[float] = []
+    monkeypatch.setattr(progress_lines, "add", lambda self, amount: told.append(amount))
+    with local_http(answer) as received:
+        monkeypatch.setattr(constants, "ENDPOINT", received.address)
+        template = received.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        folder = locate_base("owner/model", None)
+    assert (folder / "model.safetensors").stat().st_size == 3_000_000
+    assert sum(told) == sum(map(len, contents.values()))

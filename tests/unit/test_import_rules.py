@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         "adapters", "admission", "dashboard", "engine", "integrations", "merging", "network", "pipeline", "policy", "pool",
         "records", "rollouts", "sharing", "silo", "tasks", "training", "warm_start",
     },
+    "serving": {"api", "dashboard", "engine", "policy", "tasks"},
     "integrations": {"adapters", "records"},
     "dashboard": {"records", "node"},
     "report": {"dashboard", "records"},
@@ -101,6 +102,7 @@ def test_torch_is_not_imported_by_the_network_side(package: str) -> None:
 COMMANDS = [
     ["--help"], ["run", "--help"], ["config", "show"], ["run", "--dry-run"], ["status", "--help"], ["dashboard", "--help"],
     ["report", "--help"], ["doctor", "--help"], ["join", "--help"], ["create", "--help"], ["stage", "--help"],
+    ["serve", "--help"], ["chat", "--help"],
 ]  # fmt: skip
 
 

@@ -79,8 +79,52 @@ def prompt_frames(
     for context, _ in places:
         _report_unused(template, context)
     if is_own:
-        return {place: _frame(_rendered_here(tokenizer, template, place), place) for place in places}
+        return {
+            place: _frame(_rendered(tokenizer, template, _chats(place, template), place[0]), place) for place in places
+        }
     return _foreign_frames(template, tokenizer.special_tokens_map, places)
+
+
+class ConversationRenderer:
+    """Renders whole conversations with a tokenizer's chat template, in one confined process that stays.
+
+    It differs from a frame in that nothing is known of the messages before. Safe from any thread: one renders at a time.
+    """
+
+    def __init__(self, tokenizer: Any, *, is_own: bool) -> None:
+        """`is_own`: the template is part of this package, and needs no process. Raises PolicyError as `prompt_frames`."""
+        self._tokenizer = tokenizer
+        self._is_own = is_own
+        self._template = _template(tokenizer)
+        if len(self._template) > MAX_TEMPLATE_CHARS:
+            raise _refusal(f"one of {len(self._template)} characters, with at most {MAX_TEMPLATE_CHARS} allowed")
+        self._process = LineProcess(_SERVICE, None, _CONFINEMENT)
+
+    def render(self, messages: Sequence[Mapping[str, str]], arguments: str = "") -> str:
+        """Return the text that the next answer follows. `arguments`: those of a PromptContext.
+
+        Raises PolicyError where the template refuses the conversation, or exceeds its time or memory.
+        """
+        context = PromptContext(arguments=arguments)
+        chats = [[dict(message) for message in messages]]
+        if self._is_own:
+            return _rendered(self._tokenizer, self._template, chats, context)[0]
+        tokens = json.loads(json.dumps(self._tokenizer.special_tokens_map, default=str))
+        question = {"template": self._template, "special_tokens": tokens, "chats": chats, "tools": None}
+        try:
+            reply = self._process.ask({**question, "arguments": _arguments(context)}, TIME_BUDGET_S)
+        except LineProcessError as error:
+            raise PolicyError(
+                f"the chat template must render the conversation within its time and memory, got {error}; shorten it"
+            ) from None
+        texts = reply.get("texts")
+        if not isinstance(texts, list) or len(texts) != 1 or type(texts[0]) is not str:
+            told = ascii(reply.get("error", "no text"))[:200]
+            raise PolicyError(f"the chat template must accept the conversation, got {told}; change its messages")
+        return texts[0]
+
+    def close(self) -> None:
+        self._process.close()
 
 
 def _template(tokenizer: Any) -> str:
@@ -121,17 +165,18 @@ def _arguments(context: PromptContext) -> dict[str, Any]:
     return found
 
 
-def _rendered_here(tokenizer: Any, template: str, place: Place) -> list[str]:
+def _rendered(tokenizer: Any, template: str, chats: list[list[dict[str, str]]], context: PromptContext) -> list[str]:
+    """Render chats in this process."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    values = {**_arguments(place[0]), **tokenizer.special_tokens_map}
-    tools = json.loads(place[0].tools) if place[0].tools and _knows_tools(template) else None
+    values = {**_arguments(context), **tokenizer.special_tokens_map}
+    tools = json.loads(context.tools) if context.tools and _knows_tools(template) else None
     try:
         rendered: Any = render_jinja_template(  # (texts, places of the assistant's parts)
-            _chats(place, template), tools=tools, chat_template=template, add_generation_prompt=True, **values
+            chats, tools=tools, chat_template=template, add_generation_prompt=True, **values
         )
     except Exception as error:  # an argument may be one that the template cannot use
-        raise _refusal(f"one that fails: {type(error).__name__}: {str(error)[:200]!a}", place[0]) from None
+        raise _refusal(f"one that fails: {type(error).__name__}: {str(error)[:200]!a}", context) from None
     return list(rendered[0])
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -34,8 +34,16 @@ class surviving_panics(AbstractContextManager[None]):  # noqa: N801  a context m
 def encoded(tokenizer: Any, text: str, **options: bool) -> list[int]:
     """Return the token ids of a text. Empty where the tokenizer cannot encode it."""
     with surviving_panics():
-        return list(tokenizer(text, **options).input_ids)
+        # whoever encodes compares the length with a bound of its own
+        return list(tokenizer(text, verbose=False, **options).input_ids)
     return []
+
+
+def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Return the text of token ids without special tokens. Empty where the tokenizer cannot decode them."""
+    with surviving_panics():
+        return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return ""
 
 
 class PromptEncoder:
@@ -104,9 +112,15 @@ class PromptEncoder:
     def encode(self, text: str, context: PromptContext = PLAIN) -> list[int]:
         """Return the token ids that an answer follows. Empty where the tokenizer cannot encode the text."""
         rendered = self.render(text, context)
-        if self.has_template:
-            return encoded(self.tokenizer, rendered, add_special_tokens=False)
-        token_ids = encoded(self.tokenizer, rendered)
+        return self.encode_rendered(rendered) if self.has_template else self.encode_text(rendered)
+
+    def encode_rendered(self, rendered: str) -> list[int]:
+        """Return the token ids of what the chat template wrote, with all special tokens that belong there."""
+        return encoded(self.tokenizer, rendered, add_special_tokens=False)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of a text that an answer continues, without a chat template."""
+        token_ids = encoded(self.tokenizer, text)
         if token_ids and token_ids[-1] in self._eos_token_ids:  # some tokenizers append EOS to every text
             token_ids.pop()
         return token_ids
