@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarm.config import Config, dump_toml, merge, origin_in, parse, read, resolve_paths
+from swarm.config import Config, dump_toml, merge, merged, origin_in, parse, read_layers, resolve_paths
 from swarm.errors import SwarmError, error_of_exit_code
 from swarm.machine.child_python import swarm_command
 from swarm.machine.node_folder import NodeFolder
@@ -69,7 +69,8 @@ class Node:
         """
         paths, own = [Path(file) for file in files], deepcopy(dict(sections))
         resolve_paths(own, Path.cwd())
-        return cls(parse(merge(read(paths), own), origin_in(paths)))
+        layers = read_layers(paths)
+        return cls(parse(merge(merged(layers), own), origin_in(layers)))
 
     def run(self, rounds: int | None = None, *, fresh: bool = False) -> Iterator[Round]:
         """Run the node for `rounds` more rounds, None: until `node.max_rounds`, and yield each round when it has ended.

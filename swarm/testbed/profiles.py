@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarm.config import Config, dump_toml, load
@@ -83,6 +83,8 @@ class NodePlan:
     name: str
     label: str
     config: Config
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables for its process, over those of this one."""
 
     @property
     def folder(self) -> Path:
