@@ -1,6 +1,7 @@
 """Containers of nodes, as `check.py` looks at them from outside."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,9 +23,13 @@ class CheckFailed(Exception):
     """What was expected, and what was seen."""
 
 
-def run(*command: str, may_fail: bool = False, timeout_s: float = 1800) -> str:
-    """The program's output; with `may_fail` empty where it failed, as `docker exec` prints its own failures there."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
+def run(*command: str, may_fail: bool = False, timeout_s: float = 1800, **variables: str) -> str:
+    """The program's output; with `may_fail` empty where it failed, as `docker exec` prints its own failures there.
+
+    `variables` are over those of this process.
+    """
+    environment = os.environ | variables
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
     if done.returncode and not may_fail:
         raise CheckFailed(f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
     return "" if done.returncode else done.stdout

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,6 +139,8 @@ class _Joining:
     settings: list[str]
     own_files: _OwnFiles
     accepted_edition: int | None
+    told: set[str] = field(default_factory=set[str])
+    """Lines that the user has read: several nodes on one machine are told them once."""
 
     @property
     def folder(self) -> Path:
@@ -193,7 +195,9 @@ class _Joining:
         changed = check_joined(files.manifest, self.manifest, self.accepted_edition)
         tasks = [f"task {task.source_name}: {task.settings}" for task in self.manifest.tasks]
         for line in changed if is_joined else tasks:
-            print(plain(line), file=sys.stderr)
+            if line not in self.told:
+                print(plain(line), file=sys.stderr)
+            self.told.add(line)
         check_silo(config, files)
         return files
 
