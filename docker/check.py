@@ -44,7 +44,7 @@ class Check:
 
     def compose(self, *arguments: str, project: str = PROJECT, **variables: str) -> str:
         file = ("--file", str(ROOT / "docker-compose.yml"))
-        return run(*self._program, "--project-name", project, *file, *arguments, **variables)
+        return run(*self._program, "--project-name", project, *file, *arguments, variables=variables)
 
     def up(self, num_nodes: int = NUM_NODES) -> None:
         self.compose("up", "--detach", "--no-build", "--scale", f"node={num_nodes}", *self.services)

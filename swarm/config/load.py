@@ -176,7 +176,7 @@ def adjusted(origin: Origin, before: Config, after: Config, by: str) -> Origin:
 
 def _at(data: Any, location: Sequence[str | int]) -> Any:
     for part in location:
-        data = data.get(part) if is_table(data) else None
+        data = data.get(str(part)) if is_table(data) else None
     return data
 
 

@@ -65,7 +65,8 @@ class NodeProcess:
         self.folder = folder
         self._terminal = folder / "terminal.log"
         self._begins_at = 0
-        variables = ({} if is_alone else {"OMP_NUM_THREADS": "1"}) | without_settings(os.environ) | (environment or {})
+        shared = {} if is_alone else {"OMP_NUM_THREADS": "1"}
+        variables = {**shared, **without_settings(os.environ), **(environment or {})}
         with open_to_append(self._terminal) as output:
             self._begins_at = output.seek(0, os.SEEK_END)
             self._process = subprocess.Popen(
