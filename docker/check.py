@@ -90,10 +90,13 @@ class Check:
     def take_in_a_guest(self) -> Told:
         """A node of another project joins with the address of the manifest, and pins its founder."""
         bootstrap, volume = self.compose("ps", "--quiet", "bootstrap").strip(), f"{PROJECT}_manifest:/swarm:ro"
+        self.dismiss_guests()
         manifest = tomllib.loads(run("docker", "exec", bootstrap, "cat", "/swarm/compose.swarm.toml"))
         web = ("--detach", "--rm", "--name", WEB, "--network", NETWORK, "--volume", volume, IMAGE)
         run("docker", "run", *web, "python", "-m", "http.server", "8000", "--directory", "/swarm")
-        told = {"SWARM_MANIFEST": f"http://{WEB}:8000/compose.swarm.toml", "SWARM_FOUNDER": manifest["founder"]}
+        where = f'{{{{(index .NetworkSettings.Networks "{NETWORK}").IPAddress}}}}'
+        address = run("docker", "inspect", "--format", where, WEB).strip()  # a private address only counts as a number
+        told = {"SWARM_MANIFEST": f"http://{address}:8000/compose.swarm.toml", "SWARM_FOUNDER": manifest["founder"]}
         only = ("up", "--no-start", "--no-build", "--no-deps", "--scale", "node=1", "node")
         self.compose(*only, project=GUESTS, SWARM_TRAINING__LR="5e-4", **told)
         guest = Container(self.compose("ps", "--all", "--quiet", "node", project=GUESTS).strip())
