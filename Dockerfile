@@ -1,6 +1,6 @@
 # The image of docker-compose.yml: CPU torch, the pinned packages of requirements.lock, no tools.
-#   docker build -t swarm:cpu .
-#   docker build -t swarm:gpu --build-arg TORCH_INDEX= --build-arg SLIM=no .
+#   docker build -t localhost/swarm:cpu .
+#   docker build -t localhost/swarm:gpu --build-arg TORCH_INDEX= --build-arg SLIM=no .
 # Layers go from what changes seldom to what changes often: a change of the code repeats no download.
 # A name with a digest (python:3.11-slim@sha256:...) fixes what is built upon.
 ARG BASE=python:3.11-slim
@@ -37,12 +37,12 @@ RUN PYTHONPYCACHEPREFIX=/pycache /app/bin/swarm run --node.dir /tmp/node --node.
  && rm -rf /tmp/node
 
 FROM ${BASE}
-RUN mkdir /data /swarm && useradd --home-dir /data --uid 1000 swarm && chown swarm /data /swarm
+RUN mkdir /data /swarm /hub && useradd --home-dir /data --uid 1000 swarm && chown swarm /data /swarm /hub
 COPY --from=packages /venv /venv
 COPY --from=build /pycache /pycache
 COPY --from=build /app /app
 COPY docker/start.py /usr/local/bin/start-swarm
-ENV PATH=/app/bin:/venv/bin:$PATH PYTHONPYCACHEPREFIX=/pycache OMP_NUM_THREADS=1 HOME=/data
+ENV PATH=/app/bin:/venv/bin:$PATH PYTHONPYCACHEPREFIX=/pycache HOME=/data
 USER swarm
 WORKDIR /data
 ENTRYPOINT ["start-swarm"]

@@ -1,6 +1,6 @@
 """Runs the swarm of docker-compose.yml for real and breaks it: `python docker/check.py`, with Docker and its compose at hand.
 
-    build ─▶ up ─▶ learn ─▶ kill nodes ─▶ kill bootstrap ─▶ cut a network ─▶ stop, start ─▶ one more node ─▶ down, up
+    build ─▶ up ─▶ learn ─▶ guest ─▶ kill nodes ─▶ kill bootstrap ─▶ cut a network ─▶ stop, start ─▶ one more ─▶ down, up
 
 Says what it does and what came of it, and ends with one JSON object. Takes some ten minutes on two cores; removes what it made.
 """
@@ -10,14 +10,18 @@ import json
 import re
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from containers import CHECKPOINT_ROUNDS, CheckFailed, Container, Told, came_back, compose_program, run, wait_until
 
 ROOT = Path(__file__).parents[1]
-PROJECT = "swarm-check"
+PROJECT, GUESTS = "swarm-check", "swarm-check-guests"
 NETWORK = f"{PROJECT}_swarm"
+IMAGE = "localhost/swarm:cpu"
+WEB = f"{PROJECT}-web"
+"""A container that serves the manifest by HTTP, as a founder's web site would."""
 PANELS = ROOT / "docker" / "monitoring" / "grafana" / "dashboards" / "swarm.json"
 DRAWN_SOMETIMES = {"swarm_exchange_rejected_records", "swarm_merge_merges_total"}
 """After a record was refused; where nodes merge."""
@@ -36,10 +40,11 @@ class Check:
     def __init__(self, services: Sequence[str], *, build: bool) -> None:
         self.services = services
         self.build = build
-        self._compose = [*compose_program(), "--project-name", PROJECT, "--file", str(ROOT / "docker-compose.yml")]
+        self._program = compose_program()
 
-    def compose(self, *arguments: str) -> str:
-        return run(*self._compose, *arguments)
+    def compose(self, *arguments: str, project: str = PROJECT, **variables: str) -> str:
+        file = ("--file", str(ROOT / "docker-compose.yml"))
+        return run(*self._program, "--project-name", project, *file, *arguments, variables=variables)
 
     def up(self, num_nodes: int = NUM_NODES) -> None:
         self.compose("up", "--detach", "--no-build", "--scale", f"node={num_nodes}", *self.services)
@@ -51,10 +56,10 @@ class Check:
     def image(self) -> Told:
         if self.build:
             self.compose("build", "bootstrap")
-        size, user = run("docker", "image", "inspect", "--format", "{{.Size}} {{.Config.User}}", "swarm:cpu").split()
+        size, user = run("docker", "image", "inspect", "--format", "{{.Size}} {{.Config.User}}", IMAGE).split()
         if int(size) > MAX_IMAGE_BYTES or user in ("", "0", "root"):
             raise CheckFailed(
-                f"swarm:cpu must have {MAX_IMAGE_BYTES / 1e6:.0f} MB at most and a user, got {size}, {user}"
+                f"{IMAGE} must have {MAX_IMAGE_BYTES / 1e6:.0f} MB at most and a user, got {size}, {user}"
             )
         return {"image_mb": int(size) // 10**6, "user": user}
 
@@ -76,12 +81,39 @@ class Check:
 
     def learn_from_each_other(self) -> Told:
         def learned(status: Told) -> bool:
-            groups = status["last_round"].get("train/swarm_groups_total", 0)
-            return groups > 0 and status["round"] > CHECKPOINT_ROUNDS
+            return _swarm_groups(status) > 0 and status["round"] > CHECKPOINT_ROUNDS
 
         what = f"groups of others in training after {CHECKPOINT_ROUNDS} rounds"
         rows = {node.name: node.wait_for(what, learned)["last_round"] for node in self.nodes()}
         return {name: f"{row['train/swarm_groups_total']} groups of others" for name, row in rows.items()}
+
+    def take_in_a_guest(self) -> Told:
+        """A node of another project joins with the address of the manifest, and pins its founder."""
+        bootstrap, volume = self.compose("ps", "--quiet", "bootstrap").strip(), f"{PROJECT}_manifest:/swarm:ro"
+        self.dismiss_guests()
+        manifest = tomllib.loads(run("docker", "exec", bootstrap, "cat", "/swarm/compose.swarm.toml"))
+        web = ("--detach", "--rm", "--name", WEB, "--network", NETWORK, "--volume", volume, IMAGE)
+        run("docker", "run", *web, "python", "-m", "http.server", "8000", "--directory", "/swarm")
+        where = f'{{{{(index .NetworkSettings.Networks "{NETWORK}").IPAddress}}}}'
+        address = run("docker", "inspect", "--format", where, WEB).strip()  # a private address only counts as a number
+        told = {"SWARM_MANIFEST": f"http://{address}:8000/compose.swarm.toml", "SWARM_FOUNDER": manifest["founder"]}
+        only = ("up", "--no-start", "--no-build", "--no-deps", "--scale", "node=1", "node")
+        self.compose(*only, project=GUESTS, SWARM_TRAINING__LR="5e-4", **told)
+        guest = Container(self.compose("ps", "--all", "--quiet", "node", project=GUESTS).strip())
+        run("docker", "network", "disconnect", "--force", f"{GUESTS}_swarm", guest.id, may_fail=True)
+        run("docker", "network", "connect", NETWORK, guest.id)
+        run("docker", "start", guest.id)
+        status = guest.wait_for("groups of others", lambda status: _swarm_groups(status) > 0)
+        config = tomllib.loads(guest.exec("cat", f"{guest.folder}/config.toml"))
+        learned = (config["swarm"]["id"], config["training"]["lr"])
+        if learned != (manifest["id"], 5e-4):
+            raise CheckFailed(f"a guest must be of the swarm {manifest['id']} with its own lr, got {learned}")
+        self.dismiss_guests()
+        return {"guest": f"{status['peer_name']}, {_swarm_groups(status)} groups of others"}
+
+    def dismiss_guests(self) -> None:
+        run("docker", "rm", "--force", WEB, may_fail=True)
+        self.compose("down", "--volumes", "--timeout", str(int(MAX_STOP_S)), project=GUESTS)
 
     def show_what_grafana_draws(self) -> Told:
         drawn = set(re.findall(r"\bswarm_\w+", PANELS.read_text(encoding="utf-8")))
@@ -169,6 +201,7 @@ class Check:
             "the image is small and runs as nobody special": self.image,
             "bootstrap, nodes and page come up healthy, without privileges, each node with a folder of its own": self.comes_up,
             "nodes learn from each other": self.learn_from_each_other,
+            "a node of another project joins by the address of the manifest": self.take_in_a_guest,
             "nodes tell every metric that Grafana's panels draw": self.show_what_grafana_draws,
             **({"one page shows all nodes": self.show_all_on_one_page} if "dashboard" in self.services else {}),
             "two nodes are killed: the others go on; they come back as who they were": self.survive_killed_nodes,
@@ -179,6 +212,10 @@ class Check:
             "all containers are removed, and made anew on the same volumes": self.come_back_in_new_containers,
             "the reward has risen": self.reward_rose,
         }
+
+
+def _swarm_groups(status: Told) -> int:
+    return status["last_round"].get("train/swarm_groups_total", 0)
 
 
 def say(result: Told) -> None:
@@ -198,7 +235,7 @@ def ends(values: list[float]) -> tuple[list[float], list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="leave the containers running at the end")
-    parser.add_argument("--no-build", action="store_true", help="take the image swarm:cpu that is there")
+    parser.add_argument("--no-build", action="store_true", help="take the image that is there")
     parser.add_argument("--services", nargs="+", default=["bootstrap", "node", "dashboard"], help="what to bring up")
     options = parser.parse_args()
     check = Check(options.services, build=not options.no_build)
@@ -219,6 +256,7 @@ def main() -> None:
                 break
     finally:
         if not options.keep:
+            check.dismiss_guests()
             check.compose("down", "--volumes", "--timeout", str(int(MAX_STOP_S)))
     is_ok = all(result["ok"] for result in results) and len(results) == len(check.steps())
     print(json.dumps({"ok": is_ok, "checks": results}, indent=2, ensure_ascii=False))

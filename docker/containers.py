@@ -1,15 +1,17 @@
 """Containers of nodes, as `check.py` looks at them from outside."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-WAIT_S = 300.0
-"""For what takes seconds on a quiet machine: four nodes and this script may have to share two busy cores."""
+WAIT_S = float(os.environ.get("CHECK_WAIT_S", "300"))
+"""For what takes seconds on a quiet machine: four nodes and this script may have to share two busy cores. CHECK_WAIT_S sets it
+for one that is busy with other things."""
 PAUSE_S = 3.0
 """Between two looks at a container; each starts a program in it."""
 CHECKPOINT_ROUNDS = 10
@@ -22,9 +24,15 @@ class CheckFailed(Exception):
     """What was expected, and what was seen."""
 
 
-def run(*command: str, may_fail: bool = False, timeout_s: float = 1800) -> str:
-    """The program's output; with `may_fail` empty where it failed, as `docker exec` prints its own failures there."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
+def run(
+    *command: str, may_fail: bool = False, timeout_s: float = 1800, variables: Mapping[str, str] | None = None
+) -> str:
+    """The program's output; with `may_fail` empty where it failed, as `docker exec` prints its own failures there.
+
+    `variables` are over those of this process.
+    """
+    environment = {**os.environ, **(variables or {})}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
     if done.returncode and not may_fail:
         raise CheckFailed(f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
     return "" if done.returncode else done.stdout

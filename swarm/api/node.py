@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary
 
 from swarm.api.own_tasks import OwnTasks, own_tasks
-from swarm.config import Config, dump_toml, merge, origin_in, parse, read, resolve_paths
+from swarm.config import Config, dump_toml, merge, merged, origin_in, parse, read_layers, resolve_paths
 from swarm.errors import ConfigError, SwarmError, error_of_exit_code
 from swarm.machine.child_python import pip_install, swarm_command
 from swarm.machine.node_folder import NodeFolder
@@ -112,11 +112,11 @@ class Node:
         it is a node with the bundled policy and tasks. Raises ConfigError or TaskError with rule, value and fix.
         """
         settings = settings_of(files, sections, _KEYWORDS)
-        paths = [Path(file) for file in files]
-        config = parse(settings, origin_in(paths))
+        origin = origin_in(read_layers(map(Path, files)))
+        config = parse(settings, origin)
         tasks = own_tasks(reward, dataset, task, config.tasks.sources)
         section = tasks.section(config.node.dir.absolute())
-        return cls(parse(merge(settings, section), origin_in(paths)) if section else config, tasks)
+        return cls(parse(merge(settings, section), origin) if section else config, tasks)
 
     @classmethod
     def join(
@@ -235,7 +235,7 @@ def settings_of(
             raise ConfigError(f'{name} is a section, got {value!r}; write {name}={{"SETTING": VALUE}}')
     own = _with_texts(dict(sections))
     resolve_paths(own, Path.cwd())
-    return merge(read([Path(file) for file in files]), own)
+    return merge(merged(read_layers(map(Path, files))), own)
 
 
 def _with_texts(value: Any) -> Any:

@@ -1,5 +1,7 @@
 """Arguments that many commands share: configuration files, `--section.key value` overrides and lists of seeds.
 
+Settings also come from variables of the environment, which commands alone read.
+
 An error about a setting that was given with a flag names that flag. `prepare_imports` runs before anything imports torch.
 """
 
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING
 from swarm.errors import ConfigError, NetworkError
 
 if TYPE_CHECKING:
-    from swarm.config import Config
+    from swarm.config import Config, Layer
 
 
 @contextmanager
@@ -55,14 +57,21 @@ CONFIG_HELP = "TOML files, later ones win, and overrides such as --training.lr 1
 
 
 def load_config(arguments: Iterable[str], known_options: Sequence[str] = ()) -> "Config":
-    """The Config of files and overrides. `known_options` are the command's own, for the hint at a misspelt one.
+    """The Config of files, environment and overrides. `known_options` are the command's own, for the hint at a misspelt one.
 
     Raises ConfigError.
     """
-    from swarm.config import load
+    from swarm.config import resolve
+
+    return resolve(given_layers(arguments, known_options))
+
+
+def given_layers(arguments: Iterable[str], known_options: Sequence[str] = ()) -> list["Layer"]:
+    """What the user has set: files, then variables of the environment, then overrides. Raises ConfigError."""
+    from swarm.config import read_layers, setting_variables
 
     paths, overrides = split_arguments(list(arguments), known_options)
-    return load(paths, overrides)
+    return read_layers(paths, overrides, setting_variables(os.environ))
 
 
 def split_arguments(arguments: list[str], known_options: Sequence[str] = ()) -> tuple[list[Path], dict[str, str]]:

@@ -4,7 +4,7 @@ import json
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, given_layers
 from swarm.cli.node.run import OVERRIDES
 
 app = typer.Typer(help="Show the resolved configuration, or list every setting.", no_args_is_help=True)
@@ -14,9 +14,9 @@ app = typer.Typer(help="Show the resolved configuration, or list every setting."
 def show(
     config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
 ) -> None:
-    """Print the resolved configuration as TOML.
+    """Print the resolved configuration as TOML, with the origin of each value.
 
-    Reads: CONFIG.
+    Reads: CONFIG, variables SWARM_SECTION__KEY.
     Writes: nothing.
 
     Examples:
@@ -24,9 +24,10 @@ def show(
 
     Exit codes: 0 done, 3 configuration.
     """
-    from swarm.config import dump_toml
+    from swarm.config import dump_toml, origin_in, resolve
 
-    print(dump_toml(load_config(config or [])), end="")
+    layers = given_layers(config or [])
+    print(dump_toml(resolve(layers), origin_in(layers)), end="")
 
 
 @app.command("schema")

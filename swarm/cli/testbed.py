@@ -1,5 +1,6 @@
 """`swarm testbed`: a swarm of several nodes on this machine, or a comparison of sharing with silos."""
 
+import os
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -80,11 +81,13 @@ def testbed(
     """
     from rich.console import Console
 
+    from swarm.config import setting_variables
     from swarm.config.policy import BUNDLED, BUNDLED_REASONING
     from swarm.testbeds.profiles import MERGING, PlanRequest, final_merge_time
     from swarm.testbeds.testbed import open_testbed, run_and_report
 
     configs, overrides = split_arguments(config or [], _OPTIONS)
+    overrides = {**setting_variables(os.environ), **overrides}
     if merge:
         at: dict[str, str] = {}
         if minutes and not compare:

@@ -1,12 +1,32 @@
 """Every setting of a node: one frozen pydantic section per package, each knob documented beneath it.
 
-`load(paths, overrides)` merges TOML files left to right, then `section.key=value` overrides, and validates once.
+`load(paths, overrides)` merges TOML files left to right, then `section.key=value` overrides, and validates once. Commands put
+the variables of the environment between the two (`read_layers`).
 An unknown key is an error that names the nearest known one. Nothing here imports torch.
 """
 
 from swarm.config.config import Config
 from swarm.config.integrations import IntegrationsSection
-from swarm.config.load import Origin, dump_toml, load, merge, origin_in, parse, read, ready_configs, resolve_paths
+from swarm.config.load import (
+    Layer,
+    Origin,
+    adjusted,
+    dump_toml,
+    load,
+    merge,
+    merged,
+    origin_in,
+    parse,
+    read,
+    read_layers,
+    ready_configs,
+    resolve,
+    resolve_paths,
+    setting_variables,
+    told_place,
+    variable_of,
+    without_settings,
+)
 from swarm.config.merging import MergingSection, largest_stable_beta
 from swarm.config.network import NetworkSection
 from swarm.config.node import CheckpointSection, EvaluationSection, NodeSection, ObservabilitySection, SwarmSection
@@ -42,6 +62,7 @@ __all__ = [
     "IntegrationsSection",
     "JudgeSection",
     "LanguageSection",
+    "Layer",
     "LoraSection",
     "MergingSection",
     "NetworkSection",
@@ -65,13 +86,21 @@ __all__ = [
     "ToolSection",
     "TrainingSection",
     "WarmStartSection",
+    "adjusted",
     "dump_toml",
     "largest_stable_beta",
     "load",
     "merge",
+    "merged",
     "origin_in",
     "parse",
     "read",
+    "read_layers",
     "ready_configs",
+    "resolve",
     "resolve_paths",
+    "setting_variables",
+    "told_place",
+    "variable_of",
+    "without_settings",
 ]

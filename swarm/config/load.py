@@ -1,8 +1,16 @@
-"""Reads TOML files and overrides into one validated `Config`, and writes it back. Errors name rule, value and fix."""
+"""Reads settings from files, environment and command line into one validated `Config`, and writes it back.
+
+    TOML files, left to right ─▶ variables SWARM_SECTION__KEY ─▶ options --section.key ─ later wins ─▶ Config
+
+Each source is a `Layer`, so that an error and `--dry-run` can say where a value comes from. Errors name rule, value and fix.
+"""
 
 import difflib
+import json
+import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,8 +25,10 @@ from swarm.types import is_list, is_table
 
 _MAX_FILE_BYTES = 1 << 20
 READY = "node_configs"
-Origin = Callable[[Sequence[str | int]], Path | None]
-"""Finds the file that sets a location, for error messages."""
+VARIABLE_PREFIX = "SWARM_"
+Origin = Callable[[Sequence[str | int]], str | None]
+"""Finds the source that sets a location: a file, a variable or an option. None: nobody does."""
+_COMMENT_COLUMN = 44
 _BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
 _KINDS = {"int": " to a whole number", "float": " to a number", "bool": " to true or false", "string": " to text"}
 """By the first word of an error's type, such as int_parsing."""
@@ -42,23 +52,93 @@ _ALIASES = {
 """{name in other trainers: setting here}, for names that do not resemble each other."""
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The settings of one source."""
+
+    source: str
+    """As a person names it: a path, SWARM_TRAINING__LR, --training.lr."""
+    settings: Mapping[str, Any]
+    """Nested as in a file."""
+
+
 def load(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None = None) -> Config:
     """Merge TOML files left to right (tables merge, other values replace), apply overrides, validate.
 
-    `overrides` maps dotted keys to TOML literals; text that is not a TOML literal is a string.
+    `overrides` maps dotted keys to TOML or JSON literals; text that is neither is a string.
     Relative paths of tasks and of reward functions are resolved against the file that names them.
-    Raises ConfigError, one line per mistake, each with rule, value, the file that has it, and fix.
+    Raises ConfigError, one line per mistake, each with rule, value, the source that has it, and fix.
     """
-    paths = list(paths)
-    return parse(read(paths, overrides), origin_in(paths, overrides))
+    return resolve(read_layers(paths, overrides))
 
 
 def read(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What files and overrides say, merged as `load` does, before defaults and validation. Raises ConfigError."""
-    merged: dict[str, Any] = {}
-    for path in paths:
-        merged = merge(merged, _read_toml(Path(path)))
-    return merge(merged, _nested(overrides or {}))
+    return merged(read_layers(paths, overrides))
+
+
+def read_layers(
+    paths: Iterable[Path | str] = (),
+    overrides: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> list[Layer]:
+    """Read all sources, the ones that win last. `variables`: {dotted key: text} of `setting_variables`.
+
+    Raises ConfigError.
+    """
+    layers = [Layer(str(path), _read_toml(Path(path))) for path in paths]
+    layers += _literal_layers(variables or {}, variable_of, "the environment")
+    return layers + _literal_layers(overrides or {}, lambda key: f"--{key}", "the command line")
+
+
+def merged(layers: Iterable[Layer]) -> dict[str, Any]:
+    """All settings of `layers` in one table; later layers win."""
+    settings: dict[str, Any] = {}
+    for layer in layers:
+        settings = merge(settings, layer.settings)
+    return settings
+
+
+def resolve(layers: Sequence[Layer]) -> Config:
+    """Merge and validate. Raises ConfigError."""
+    return parse(merged(layers), origin_in(layers))
+
+
+def variable_of(key: str) -> str:
+    """The variable of the environment that sets `key`: SWARM_TRAINING__LR for training.lr."""
+    return VARIABLE_PREFIX + key.upper().replace(".", "__")
+
+
+def setting_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """{dotted key: text} of the variables that are settings. An empty one counts as unset.
+
+    Variables of other purposes begin with the prefix, too, and pass. Raises ConfigError for one that looks like a setting,
+    by a double underscore or by the name of one with single underscores, and is none.
+    """
+    keys = {variable_of(key): key for key in (*_keys(Config), *RENAMED) if "." in key}
+    flat = {name.replace("__", "_"): name for name in keys}
+    found: dict[str, str] = {}
+    for name in sorted(name for name in environment if name.startswith(VARIABLE_PREFIX)):
+        if name not in keys and ("__" in name or name in flat):
+            close = [flat[name]] if name in flat else difflib.get_close_matches(name.upper(), keys, n=1, cutoff=0.6)
+            hint = f"did you mean {close[0]}?" if close else "see `swarm config schema`"
+            raise ConfigError(f"a variable {VARIABLE_PREFIX}SECTION__KEY must be a setting, got {name}; {hint}")
+        if name in keys and environment[name].strip():
+            found[keys[name]] = environment[name]
+    return found
+
+
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for a process whose settings are complete without it: no variable overrides them there."""
+    return {name: text for name, text in environment.items() if not (name.startswith(VARIABLE_PREFIX) and "__" in name)}
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted keys that can be set by themselves; a subsection is one, and what is in a list is none."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
 
 
 def parse(data: Mapping[str, Any], origin: Origin = lambda location: None) -> Config:
@@ -80,18 +160,25 @@ def _causes(errors: Sequence[Any]) -> list[Any]:
     ]
 
 
-def origin_in(paths: Iterable[Path | str], overrides: Mapping[str, str] | None = None) -> Origin:
-    """The last file that says something at a location; None where an override does, which stands on the command line."""
-    last_first = [Path(path) for path in paths][::-1]
-    on_command_line = [RENAMED.get(key, key) for key in overrides or {}]
+def origin_in(layers: Sequence[Layer]) -> Origin:
+    """The last layer that says something at a location."""
 
-    def find(location: Sequence[str | int]) -> Path | None:
-        key = ".".join(str(part) for part in location)
-        if any(f"{key}.".startswith(f"{override}.") for override in on_command_line):
-            return None
-        return next((path for path in last_first if _says(_read_toml(path), location)), None)
+    def find(location: Sequence[str | int]) -> str | None:
+        return next((layer.source for layer in reversed(layers) if _says(layer.settings, location)), None)
 
     return find
+
+
+def adjusted(origin: Origin, before: Config, after: Config, by: str) -> Origin:
+    """The origin of each setting of `after`, which `by` made of `before`, whose settings have `origin`."""
+    old, new = before.model_dump(), after.model_dump()
+    return lambda location: origin(location) if _at(old, location) == _at(new, location) else by
+
+
+def _at(data: Any, location: Sequence[str | int]) -> Any:
+    for part in location:
+        data = data.get(str(part)) if is_table(data) else None
+    return data
 
 
 def _says(data: Any, location: Sequence[str | int]) -> bool:
@@ -105,9 +192,34 @@ def _says(data: Any, location: Sequence[str | int]) -> bool:
     return True
 
 
-def dump_toml(config: Config) -> str:
-    """The resolved configuration as TOML that `load` reads back to an equal Config."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+def dump_toml(config: Config, origin: Origin | None = None) -> str:
+    """The resolved configuration as TOML that `load` reads back to an equal Config.
+
+    With `origin`, a comment beside each setting says where its value comes from.
+    """
+    text = tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    return text if origin is None else "".join(f"{line}\n" for line in _with_origins(text.splitlines(), origin))
+
+
+def _with_origins(lines: Iterable[str], origin: Origin) -> Iterator[str]:
+    """What is in a list of tables has the origin of the list."""
+    table: list[str] = []
+    in_list = False
+    for line in lines:
+        if header := re.fullmatch(r"(\[\[?)([^\[\]]+)\]\]?", line):
+            inside = in_list and header[2].split(".")[: len(table)] == table
+            is_item = header[1] == "[[" and not inside
+            table, in_list = (table, True) if inside else (header[2].split("."), is_item)
+            location = table if is_item else None
+        else:
+            key = None if in_list else re.match(r"([A-Za-z0-9_-]+) = ", line)
+            location = [*table, key[1]] if key else None
+        yield line if location is None else f"{line:<{_COMMENT_COLUMN}}  # {_one_line(origin(location) or 'default')}"
+
+
+def _one_line(source: str) -> str:
+    """A path may hold any character, and a comment ends with its line."""
+    return "".join(character if character.isprintable() else "?" for character in source)
 
 
 def ready_configs() -> Path:
@@ -170,12 +282,13 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _nested(overrides: Mapping[str, str]) -> dict[str, Any]:
-    """What the command line says, in the shape of a file."""
+def _literal_layers(texts: Mapping[str, str], name_of: Callable[[str], str], where: str) -> list[Layer]:
+    """One layer per setting that was given as text. `where` is told of a setting with an old name, or with both."""
     nested: dict[str, Any] = {}
-    for key, text in overrides.items():
+    for key, text in texts.items():
         nested = merge(nested, _nest(key, _literal(text)))
-    return with_present_names(nested, "the command line")
+    with_present_names(nested, where)
+    return [Layer(name_of(key), with_present_names(_nest(key, _literal(text)))) for key, text in texts.items()]
 
 
 def _nest(dotted: str, value: Any) -> dict[str, Any]:
@@ -184,17 +297,21 @@ def _nest(dotted: str, value: Any) -> dict[str, Any]:
 
 
 def _literal(text: str) -> Any:
+    """What `text` is as TOML, or a table or list as JSON, or else itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+    except (tomllib.TOMLDecodeError, KeyError, RecursionError):
+        pass
+    try:
+        return json.loads(text) if text.lstrip()[:1] in ("{", "[") else text
+    except (ValueError, RecursionError):
         return text
 
 
 def _explain(item: Any, origin: Origin) -> str:
     location = [part for part in item["loc"] if isinstance(part, str | int)]
     key = ".".join(str(part) for part in location)
-    path = origin(location)
-    where = f" in {path}" if path else ""
+    where = told_place(origin(location))
     if item["type"] == "extra_forbidden":
         nearest = _nearest_key(location)
         fix = f"did you mean {nearest}?" if nearest else "see `swarm config schema`"
@@ -203,6 +320,11 @@ def _explain(item: Any, origin: Origin) -> str:
         return str(item["ctx"]["error"])
     rule = item["msg"][0].lower() + item["msg"][1:]
     return f"{key}: {rule}, got {item['input']!r}{where}; set {key}{_wanted(item)}"
+
+
+def told_place(source: str | None) -> str:
+    """Where a mistake is, to follow the value in an error: nothing for an option, which the person has just typed."""
+    return f" in {source}" if source and not source.startswith("--") else ""
 
 
 def _wanted(item: Any) -> str:

@@ -16,13 +16,71 @@ from swarm.types import is_sequence
 
 _INTRODUCTION = """# Configuration
 
-Settings live in TOML files, one table per section. Files are merged left to right, then overrides apply:
+Settings live in TOML files, one table per section. Files are merged left to right; then variables
+of the environment apply, and options of the command line win over both:
 
     swarm run base.toml gpu-8gb.toml --training.lr 1e-5
-    swarm config show base.toml        # what results
-    swarm run base.toml --dry-run      # the same
+    SWARM_TRAINING__LR=1e-5 swarm run base.toml
+    swarm config show base.toml        # what results, and where each value comes from
+    swarm run base.toml --dry-run      # the same, with lengths that fit the base
 
-An unknown setting is an error that names the nearest known one. This page is generated: `swarm config schema --markdown`.
+`--dry-run` of `swarm run` and `swarm join` names the origin of each value in a comment, and stays
+TOML that can be used as a file:
+
+    [node]
+    dir = "runs/friends"                          # hardware
+    seed = 4                                      # SWARM_NODE__SEED
+    duty_cycle = 1.0                              # default
+    [policy]
+    base = "Qwen/Qwen2.5-1.5B-Instruct"           # base.toml
+    revision = "989aa7980e4cf806f80c7fef2b1adb7bc71aa306"  # manifest
+    [training]
+    lr = 1e-05                                    # --training.lr
+
+| origin | the value comes from |
+|---|---|
+| `default` | this page, or the kind of base |
+| `hardware` | `swarm join`, which chooses for this machine |
+| a path | that file; the last one that sets it |
+| `SWARM_…` | that variable |
+| `--…` | that option; `--gpus` is what a node on one of several GPUs has for itself |
+| `manifest` | the swarm's manifest |
+| `policy.base` | the base, to whose positions lengths that are not set are fitted |
+
+An unknown setting is an error that names the nearest known one. This page is generated: `swarm
+config schema --markdown`.
+
+## Variables of the environment
+
+`SWARM_SECTION__KEY` sets `section.key`, with two underscores for each dot:
+`SWARM_POLICY__LORA__RANK=8` is `policy.lora.rank = 8`. Every setting of this page has one, and each
+command that takes settings reads them.
+
+- Numbers, `true` and `false` are written as in a file, text without quotes. Lists and tables are
+  TOML or JSON: `SWARM_NETWORK__LISTEN='["/ip4/0.0.0.0/tcp/38000"]'`,
+  `SWARM_TASKS__SOURCES='[{"name": "lcm"}]'`, `SWARM_POLICY__LORA='{rank = 8}'`. Text that would be
+  read as something else needs quotes of its own: `SWARM_POLICY__REVISION='"1234"'`.
+- An empty variable is an unset one.
+- A variable with two underscores that is no setting is an error with the nearest name, and so is a
+  setting with single underscores, such as `SWARM_TRAINING_LR`.
+- What the manifest of a swarm decides cannot be set otherwise by a variable, as by a file or an
+  option: `swarm join` names the contradiction and ends.
+- Only your shell, your service manager or your container sets variables. No file or manifest does,
+  a `.env` in the current folder is not read, and `$NAME` in a value is not replaced.
+- `swarm testbed` and `--gpus` apply them to all nodes. `swarm.Node` in Python ignores them: its
+  program says the settings.
+
+Variables of other purposes, which are no settings:
+
+| variable | read by | meaning |
+|---|---|---|
+| `SWARM_PASSPHRASE_FILE` | every command that reads an identity | file with the passphrase in its first line |
+| `SWARM_PASSPHRASE` | the same | the passphrase; removed from the environment once read |
+| `SWARM_MANIFEST` | the containers | manifest of the swarm to join, a file or an address |
+| `SWARM_FOUNDER` | the containers | accept only a manifest of this founder |
+| `SWARM_ARGUMENTS` | the containers | further arguments of `swarm join` |
+
+`docker-compose.yml` itself reads some more, which [Containers](operations/containers.md) lists.
 """
 
 

@@ -25,6 +25,18 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """An NVIDIA GPU of this machine."""
+
+    number: int
+    """As `nvidia-smi` numbers them."""
+    uuid: str
+    """Names it for CUDA_VISIBLE_DEVICES, whatever order CUDA counts in."""
+    name: str
+    memory_gib: float
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyChoice:
     """A base that fits, and the reason."""
 
@@ -40,7 +52,8 @@ def detect() -> Hardware:
     """Detect CPU, memory, NVIDIA GPUs and Apple silicon. A missing tool counts as a missing GPU."""
     memory_gib = machine_memory().total / 2**30
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    name, gpu_gib = _nvidia_gpu()
+    first = next(iter(nvidia_gpus()), None)
+    name, gpu_gib = (first.name, first.memory_gib) if first else ("", 0.0)
     if not name and platform.system() == "Darwin" and platform.machine() == "arm64":
         name, gpu_gib = "Apple GPU (MPS)", memory_gib * 0.7
     return Hardware(cpu_cores=cores, memory_gib=memory_gib, gpu_name=name, gpu_memory_gib=gpu_gib)
@@ -118,17 +131,35 @@ def choose_policy(hardware: Hardware, allowed: Sequence[str] = ()) -> PolicyChoi
     return replace(known.get(allowed[0], _SMALLEST_HUB_CHOICE), base=allowed[0], why=why)
 
 
-def _nvidia_gpu() -> tuple[str, float]:
-    """Return (name, GiB) of the first NVIDIA GPU that the driver reports, or ("", 0)."""
+def nvidia_gpus(visible: str | None = None) -> list[Gpu]:
+    """Return the NVIDIA GPUs that the driver reports, in its order; none where its tool is missing or fails.
+
+    `visible`: the value of CUDA_VISIBLE_DEVICES, if it is set, which leaves only the GPUs that it names.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return "", 0.0
+        return []
     try:
         asked = subprocess.run(
-            [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
+            [tool, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"],
             capture_output=True, text=True, timeout=10, check=True,
         )  # fmt: skip
-        name, mebibytes = asked.stdout.splitlines()[0].rsplit(",", 1)
-        return name.strip(), float(mebibytes) / 1024
-    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
-        return "", 0.0
+        found = [_parse_gpu(line) for line in asked.stdout.splitlines() if line.strip()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+    if visible is None:
+        return found
+    names = [part.strip() for part in visible.split(",") if part.strip()]
+    return [gpu for gpu in found if any(name == str(gpu.number) or _is_uuid(name, gpu) for name in names)]
+
+
+def _is_uuid(name: str, gpu: Gpu) -> bool:
+    """Whether `name` is the UUID of the GPU or its beginning, which CUDA takes as well."""
+    return name.startswith("GPU-") and gpu.uuid.startswith(name)
+
+
+def _parse_gpu(line: str) -> Gpu:
+    """A name may hold a comma. Raises ValueError."""
+    number, uuid, rest = line.split(",", 2)
+    name, mebibytes = rest.rsplit(",", 1)
+    return Gpu(int(number), uuid.strip(), name.strip(), float(mebibytes) / 1024)

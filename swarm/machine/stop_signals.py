@@ -9,11 +9,13 @@ that imports nothing of this package.
 """
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 DEADLINE_S = 20.0
 """Time from the first signal to the kill. A node needs a few seconds to stop."""
@@ -60,3 +62,17 @@ def obey_stop_signals(on_signal: Callable[[], None], deadline_s: float = DEADLIN
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
         faulthandler.register(number, writer, all_threads=False, chain=True)  # then it calls the previous handler
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Within the block SIGTERM raises KeyboardInterrupt, as Ctrl-C does. On the main thread only."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,8 +1,8 @@
 """Builds the configuration with which this machine joins a swarm, and checks what must hold before it does.
 
-    hardware ─ what fits this machine ─┐
-    user ───── files and overrides ────┼─ later wins ─→ Config
-    manifest ─ tasks, id, limits ──────┘
+    hardware ─ what fits this machine ────────┐
+    user ───── files, environment, overrides ─┼─ later wins ─→ Config
+    manifest ─ tasks, id, limits ─────────────┘
 
 The manifest's decisions cannot be overridden: a contradiction is an error, never silently resolved.
 """
@@ -23,6 +23,7 @@ from swarm.config import (
     TasksSection,
     merge,
     parse,
+    told_place,
 )
 from swarm.errors import ConfigError, ManifestError, PolicyError, TaskError
 from swarm.machine.hardware import Hardware, PolicyChoice, choose_policy
@@ -66,16 +67,16 @@ def compose(
     functions, which are known by their content. `origin` says where a user's setting comes from.
     Raises ConfigError where the user contradicts the manifest, TaskError where a file is missing or differs.
     """
-    decided = _decided(manifest, task_files, {file_sha256(path): path for path in reward_files})
+    decided = decisions(manifest, task_files, reward_files)
     own_peers = _get(user, "network", "initial_peers")
     peers = [*bootstrap_addresses(manifest), *(own_peers if isinstance(own_peers, list | tuple) else ())]
     settings = merge(merge(merge(defaults, user), decided), {"network": {"initial_peers": list(dict.fromkeys(peers))}})
     config = parse(settings, origin)
-    _check_agreement(manifest, decided, user=user, config=config)
-    config = _within_limits(manifest, user, config)
+    _check_agreement(manifest, decided, user, config, origin)
+    config = _within_limits(manifest, user, config, origin)
     if config.network.backend == "off":
         raise ConfigError('network.backend must not be "off" to join a swarm, got "off"; remove it')
-    return _with_base(manifest, user, config)
+    return _with_base(manifest, user, config, origin)
 
 
 def bootstrap_addresses(manifest: Manifest) -> tuple[str, ...]:
@@ -185,10 +186,11 @@ def _content(source: TaskSourceSection, tasks: TasksSection) -> dict[str, str]:
     return content(source, tasks)
 
 
-def _decided(
-    manifest: Manifest, task_files: Mapping[str, Path], reward_files: Mapping[str, Path]
+def decisions(
+    manifest: Manifest, task_files: Mapping[str, Path], reward_paths: Sequence[Path] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Return {section: {setting: value}} that the manifest decides. `reward_files`: {SHA-256: path}."""
+    """Return {section: {setting: value}} that the manifest decides. Raises as `compose`, whose files these are."""
+    reward_files = {file_sha256(path): path for path in reward_paths}
     wanted = {signal.sha256 for task in manifest.tasks for signal in task.signals}
     if surplus := [f"{path} with SHA-256 {sha256}" for sha256, path in reward_files.items() if sha256 not in wanted]:
         files = ", ".join(sorted(sha256 for sha256 in wanted if sha256)) or "none"
@@ -249,7 +251,7 @@ def _in_place(task: ManifestTask, signal: RewardSignalSection, path: Path | None
     return f"{path.resolve()}:{signal.function.rpartition(':')[2]}"
 
 
-def _check_agreement(manifest: Manifest, decided: Settings, user: Settings, config: Config) -> None:
+def _check_agreement(manifest: Manifest, decided: Settings, user: Settings, config: Config, origin: Origin) -> None:
     wanted = parse(merge(user, {"network": {"backend": "hivemind"}}))
     for section, settings in decided.items():
         for key in settings:
@@ -258,22 +260,22 @@ def _check_agreement(manifest: Manifest, decided: Settings, user: Settings, conf
             mine, theirs = (getattr(getattr(side, section), key) for side in (wanted, config))
             if mine != theirs:
                 values = (_names(value) if key == "sources" else value for value in (theirs, mine))
-                raise _contradiction(manifest, f"{section}.{key}", *values)
+                raise _contradiction(manifest, f"{section}.{key}", *values, origin=origin)
 
 
-def _within_limits(manifest: Manifest, user: Settings, config: Config) -> Config:
+def _within_limits(manifest: Manifest, user: Settings, config: Config, origin: Origin) -> Config:
     """Lower defaults to the limits of the manifest. A user's setting above them is an error."""
     lowered: dict[str, int] = {}
     for key, bound in _BOUNDS:
         value, limit = getattr(config.rollouts, key), getattr(config.sharing, bound)
         if value > limit and _get(user, "rollouts", key) is not None:
-            raise _contradiction(manifest, f"rollouts.{key}", f"<= {limit} (sharing.{bound})", mine=value)
+            raise _contradiction(manifest, f"rollouts.{key}", f"<= {limit} (sharing.{bound})", value, origin)
         if value > limit:
             lowered[key] = limit
     return config.model_copy(update={"rollouts": config.rollouts.model_copy(update=lowered)})
 
 
-def _with_base(manifest: Manifest, user: Settings, config: Config) -> Config:
+def _with_base(manifest: Manifest, user: Settings, config: Config, origin: Origin) -> Config:
     """Set the revision that the manifest pins. Raises ConfigError for a base that it does not allow."""
     allowed = _revisions_by_base(manifest)
     is_folder = config.policy.base not in BUNDLED_BASES and Path(config.policy.base).is_dir()
@@ -284,15 +286,15 @@ def _with_base(manifest: Manifest, user: Settings, config: Config) -> Config:
         )
     if not allowed or config.policy.base not in allowed:
         if allowed and not manifest.lineages:
-            raise _contradiction(
-                manifest, "policy.base", "one of " + ", ".join(manifest.bases), mine=config.policy.base
-            )
+            wanted = "one of " + ", ".join(manifest.bases)
+            raise _contradiction(manifest, "policy.base", wanted, config.policy.base, origin)
         return config
     revisions = allowed[config.policy.base]
     if not revisions or config.policy.revision in revisions:
         return config
     if _get(user, "policy", "revision") is not None:
-        raise _contradiction(manifest, "policy.revision", "one of " + ", ".join(revisions), mine=config.policy.revision)
+        wanted = "one of " + ", ".join(revisions)
+        raise _contradiction(manifest, "policy.revision", wanted, config.policy.revision, origin)
     return config.model_copy(update={"policy": config.policy.model_copy(update={"revision": revisions[0]})})
 
 
@@ -308,9 +310,10 @@ def _revisions_by_base(manifest: Manifest) -> dict[str, Sequence[str]]:
     return {base: () if base in free else revisions for base, revisions in found.items()}
 
 
-def _contradiction(manifest: Manifest, key: str, theirs: object, mine: object) -> ConfigError:
+def _contradiction(manifest: Manifest, key: str, theirs: object, mine: object, origin: Origin) -> ConfigError:
     return ConfigError(
-        f"{key} is decided by the manifest of {manifest.name}: must be {theirs}, got {mine}; remove your setting"
+        f"{key} is decided by the manifest of {manifest.name}: must be {theirs}, got {mine}"
+        f"{told_place(origin(key.split('.')))}; remove your setting"
     )
 
 

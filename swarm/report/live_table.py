@@ -31,8 +31,13 @@ class NodeView:
     name: str
     label: str
     max_rounds: int
+    """0: without end."""
     state: str
     history: NodeHistory
+
+    @property
+    def progress(self) -> str:
+        return f"{self.history.round}/{self.max_rounds}" if self.max_rounds else str(self.history.round)
 
 
 class LiveTable:
@@ -117,7 +122,7 @@ def _table(title: str, views: Sequence[NodeView], is_wide: bool) -> Table:
         own, swarm = row.get("train/own_groups_total", 0), row.get("train/swarm_groups_total", 0)
         extra = (view.label, f"{row.get('rollout/tokens_per_s', 0):.0f}") if is_wide else ()
         table.add_row(
-            view.name, f"{history.round}/{view.max_rounds}", _reward(history),
+            view.name, view.progress, _reward(history),
             Text(sparkline(history.rewards), style="green"), f"{own} + {swarm}", str(history.rejected.total()),
             *extra, Text(view.state),
         )  # fmt: skip
@@ -135,7 +140,7 @@ def _line(elapsed_s: float, views: Sequence[NodeView]) -> str:
     parts = []
     for view in views:
         rewards = view.history.rewards[-SMOOTHING_ROUNDS:]
-        now = f"{view.history.round}/{view.max_rounds} reward {mean(rewards):.2f}" if rewards else view.state
+        now = f"{view.progress} reward {mean(rewards):.2f}" if rewards else view.state
         parts.append(f"{view.name} {now}")
     return f"{_clock(elapsed_s)}  " + " · ".join(parts)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swarm.config import Config, dump_toml, merge, origin_in, parse, read
+from swarm.config import Config, dump_toml, merge, merged, origin_in, parse, read_layers
 from swarm.errors import ConfigError
 from swarm.machine.safe_files import replace_file
 
@@ -76,6 +76,8 @@ class NodePlan:
     name: str
     label: str
     config: Config
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables for its process, over those of this one."""
 
     @property
     def folder(self) -> Path:
@@ -120,8 +122,8 @@ def plan_nodes(folder: Path, request: PlanRequest, arm: Mapping[str, str] | None
             "node.max_rounds": str(max(1, round(request.num_rounds * profile.rounds_share))),
         }
         overrides = {**profile.overrides, **own, **(arm or {}), **(request.overrides or {})}
-        data = merge(merge(_COMMON, read(request.configs, overrides)), request.settings)
-        config = parse(data, origin_in(request.configs, overrides))
+        layers = read_layers(request.configs, overrides)
+        config = parse(merge(merge(_COMMON, merged(layers)), request.settings), origin_in(layers))
         if config.node.dir != folder / name:
             raise ConfigError(f"node.dir is chosen per node here, got {config.node.dir}; set --dir in its place")
         plans.append(NodePlan(name, profile.label, config))

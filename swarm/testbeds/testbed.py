@@ -15,17 +15,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 from rich.console import Console
 
+from swarm.config import without_settings
 from swarm.errors import ConfigError, NodeNotRunningError, SwarmError
 from swarm.machine import tethered
 from swarm.machine.child_python import swarm_command
 from swarm.machine.node_folder import TASKS, NodeFolder, set_aside
 from swarm.machine.safe_files import check_no_links, open_to_append, open_to_read
+from swarm.machine.stop_signals import sigterm_interrupts
 from swarm.observability.plain_text import counted, plain
 from swarm.observability.status_file import read_status
 from swarm.report.live_table import LiveTable, NodeView
@@ -37,28 +39,44 @@ STOP_GRACE_S = 4.0
 """How long nodes may finish their round after an interrupt; then they are killed."""
 _KILL_WAIT_S = 0.5
 _NUM_TAIL_BYTES = 8192
+_BY_SIGNAL = 128
+"""A supervisor ends with this plus the number of the signal that ended its node."""
+SUPERVISOR = " supervisor: "
+"""In each line that a supervisor prints among those of its node."""
 
 
 class NodeProcess:
     """One process in a session of its own, so that Ctrl-C reaches it through the testbed only."""
 
-    def __init__(self, folder: Path, command: Sequence[str], *, is_alone: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        *,
+        is_alone: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """`command` begins with the path of an executable; its output is appended to `terminal.log`.
 
+        Its settings are complete: variables of the environment set none of them.
         `is_alone`: it may compute on all cores, which several nodes on one machine would only fight for.
+        `environment`: variables over those of this process.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder = folder
         self._terminal = folder / "terminal.log"
-        environment = dict(os.environ) if is_alone else {"OMP_NUM_THREADS": "1"} | os.environ
+        self._begins_at = 0
+        shared = {} if is_alone else {"OMP_NUM_THREADS": "1"}
+        variables = {**shared, **without_settings(os.environ), **(environment or {})}
         with open_to_append(self._terminal) as output:
+            self._begins_at = output.seek(0, os.SEEK_END)
             self._process = subprocess.Popen(
                 tethered.command(os.getpid(), list(command)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=environment,
+                env=variables,
             )
 
     @property
@@ -72,23 +90,31 @@ class NodeProcess:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Multiaddresses that this very process has announced, none before that."""
+        """Multiaddresses that this very process or one that it supervises has announced, none before that."""
         try:
             status = read_status(NodeFolder(self.folder).status)
         except NodeNotRunningError:
             return ()
-        return status.addresses if status.pid == self.pid else ()
+        is_own = status.pid == self.pid or status.pid in {process.pid for process in self.descendants()}
+        return status.addresses if is_own else ()
 
     def cause_of_death(self) -> str:
         """Last line that it printed, or the signal that ended it."""
         code = self.exit_code or 0
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        with open_to_read(self._terminal) as output:
-            output.seek(max(0, output.seek(0, os.SEEK_END) - _NUM_TAIL_BYTES))
-            lines = output.read().decode(errors="replace").split("\n")
-        said = [line.strip() for line in lines if line.strip()]
+        if code < 0 or code > _BY_SIGNAL:  # of the node, or of one whose supervisor says so
+            return f"killed by {signal.Signals(-code if code < 0 else code - _BY_SIGNAL).name}"
+        said = [line for line in self._last_lines() if SUPERVISOR not in line]
         return plain(said[-1]) if said else f"exit code {code} without a word"
+
+    def restarts(self) -> list[str]:
+        """What its supervisor, if it has one, said lately."""
+        return [plain(line) for line in self._last_lines() if SUPERVISOR in line]
+
+    def _last_lines(self) -> list[str]:
+        with open_to_read(self._terminal) as output:
+            output.seek(max(self._begins_at, output.seek(0, os.SEEK_END) - _NUM_TAIL_BYTES))
+            lines = output.read().decode(errors="replace").split("\n")
+        return [line.strip() for line in lines if line.strip()]
 
     def interrupt(self) -> None:
         """Ask for an end after the round in flight."""
@@ -149,28 +175,41 @@ def run_command(plan: NodePlan, address: str | None) -> list[str]:
 class Testbed:
     """Nodes by plan; `run` blocks until all have ended, the time is up, or Ctrl-C."""
 
-    def __init__(self, plans: Sequence[NodePlan], console: Console, command_of: CommandOf = run_command) -> None:
+    def __init__(
+        self,
+        plans: Sequence[NodePlan],
+        console: Console,
+        command_of: CommandOf = run_command,
+        *,
+        grace_s: float = STOP_GRACE_S,
+        beside: Mapping[str, NodeProcess] | None = None,
+    ) -> None:
+        """`beside`: further processes by name, which end with the nodes."""
         self.plans = plans
         self._console = console
         self._command_of = command_of
+        self._grace_s = grace_s
+        self._beside = dict(beside or {})
         self._processes: dict[str, NodeProcess] = {}
         self._histories = {plan.name: NodeHistory(NodeFolder(plan.folder).metrics) for plan in plans}
         self._reported: set[str] = set()
+        self._said: set[tuple[str, str]] = set()
 
     def run(self, title: str, max_minutes: float | None = None) -> list[NodeView]:
         """Start what is not complete and show it until its end. Whatever happens, no process is left.
 
-        Ctrl-C comes out as KeyboardInterrupt after all nodes have ended.
+        Ctrl-C comes out as KeyboardInterrupt after all nodes have ended, and so does SIGTERM.
         """
         deadline = time.monotonic() + 60 * max_minutes if max_minutes else None
-        try:
-            with LiveTable(self._console, title) as table:
-                self._start(table)
-                self._watch(table, deadline)
-        finally:
-            if any(process.exit_code is None for process in self._processes.values()):
-                self._console.print("ending the nodes …", highlight=False)
-            stop_all(self._processes.values())
+        with sigterm_interrupts():
+            try:
+                with LiveTable(self._console, title) as table:
+                    self._start(table)
+                    self._watch(table, deadline)
+            finally:
+                if any(process.exit_code is None for process in self._processes.values()):
+                    self._console.print("ending the nodes …", highlight=False)
+                stop_all([*self._processes.values(), *self._beside.values()], self._grace_s)
         return self.views()
 
     def views(self) -> list[NodeView]:
@@ -198,8 +237,10 @@ class Testbed:
             plan = waiting.pop(0)
             plan.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             plan.write()
-            self._processes[plan.name] = process = NodeProcess(plan.folder, self._command_of(plan, address))
-            if address is None and plan.config.network.backend != "off" and waiting:
+            command = self._command_of(plan, address)
+            self._processes[plan.name] = process = NodeProcess(plan.folder, command, environment=plan.environment)
+            network = plan.config.network
+            if address is None and network.backend != "off" and not network.initial_peers and waiting:
                 address = self._wait_for_address(process, table)
                 if address:
                     table.say(f"{plan.name} listens on {address}; the others join through it")
@@ -224,10 +265,14 @@ class Testbed:
 
     def _show(self, table: LiveTable) -> None:
         table.update(self.views())
-        for name, process in self._processes.items():
+        for name, process in (*self._processes.items(), *self._beside.items()):
             if process.exit_code and name not in self._reported:
                 self._reported.add(name)
                 table.say(f"{name} ended: {process.cause_of_death()}")
+            for line in process.restarts():
+                if (name, line) not in self._said:
+                    self._said.add((name, line))
+                    table.say(f"{name}: {line}")
 
     def _state(self, plan: NodePlan) -> str:
         process = self._processes.get(plan.name)
@@ -278,8 +323,11 @@ def open_testbed(folder: Path, console: Console, *, fresh: bool) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """One testbed per folder. Raises ConfigError where another one runs in it, or it cannot be written."""
+def exclusive(folder: Path, option: str = "--dir") -> Iterator[None]:
+    """One testbed per folder. Raises ConfigError where another one runs in it, or it cannot be written.
+
+    `option`: sets the folder.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for checked in (folder, *folder.glob("seed-*")):
@@ -287,14 +335,14 @@ def exclusive(folder: Path) -> Iterator[None]:
         opened = open_to_append(folder / LOCK_FILE)
     except OSError as error:
         raise ConfigError(
-            f"a testbed must have a folder that can be written, got {error.filename or folder}: {error.strerror}; set --dir"
+            f"a testbed must have a folder that can be written, got {error.filename or folder}: {error.strerror}; set {option}"
         ) from None
     with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"a folder must hold one testbed at a time, got {folder} in use; wait for its end or set --dir"
+                f"a folder must hold one testbed at a time, got {folder} in use; wait for its end or set {option}"
             ) from None
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n".encode())

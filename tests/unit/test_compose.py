@@ -1,6 +1,7 @@
 """docker-compose.yml, Dockerfile and what the monitoring profile reads: what holds without Docker."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
+from swarm.config import setting_variables
+
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker-compose.yml"
 MONITORING = ROOT / "docker" / "monitoring"
-ALWAYS, BY_PROFILE = {"bootstrap", "dashboard"}, {"node": "cpu", "gpu-node": "gpu", "prometheus": "monitoring"}
+ALWAYS, BY_PROFILE = {"bootstrap", "node", "dashboard"}, {"gpu-node": "gpu", "prometheus": "monitoring"}
 OWN = ("bootstrap", "node", "gpu-node", "dashboard")
 Services = dict[str, dict[str, Any]]
 
@@ -35,9 +38,12 @@ def composes() -> dict[str, list[str]]:
     return found
 
 
-def read_by(command: list[str]) -> Services:
-    profiles = [part for profile in ("cpu", "gpu", "monitoring") for part in ("--profile", profile)]
-    told = subprocess.run([*command, "-f", str(FILE), *profiles, "config"], capture_output=True, text=True, timeout=60)
+def read_by(command: list[str], **variables: str) -> Services:
+    """As with a shell that has only `variables`, and the example as it is for a .env."""
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables}
+    profiles = [part for profile in ("gpu", "monitoring") for part in ("--profile", profile)]
+    whole = [*command, "--env-file", str(ROOT / ".env.example"), "-f", str(FILE), *profiles, "config"]
+    told = subprocess.run(whole, capture_output=True, text=True, timeout=60, env=environment)
     assert told.returncode == 0, told.stderr
     return yaml.safe_load(told.stdout)["services"]
 
@@ -71,12 +77,81 @@ def test_no_service_has_privileges(reader: str) -> None:
         assert "docker.sock" not in json.dumps(service), name
 
 
-def test_without_profile_there_are_four_nodes() -> None:
-    settings = dict(line.split("=") for line in (ROOT / ".env").read_text().splitlines() if line[0] != "#")
-    assert settings == {"COMPOSE_PROFILES": "cpu"}
+def test_without_profile_there_are_four_nodes_and_no_file_of_settings_is_tracked() -> None:
+    assert not services()["node"].get("profiles")
     assert services()["node"]["scale"] == 4
     assert "container_name" not in services()["node"], "replicas need names of their own"
     assert "ports" not in services()["node"], "replicas cannot share a port of the host"
+    tracked = subprocess.run(["git", "ls-files", ".env*"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert tracked.stdout.split() == [".env.example"]
+    assert "/.env" in (ROOT / ".gitignore").read_text().split()
+
+
+def variables(text: str) -> set[str]:
+    return set(re.findall(r"\$\{([A-Z_]+)", text))
+
+
+def test_the_example_names_every_variable_and_sets_none() -> None:
+    lines = (ROOT / ".env.example").read_text().splitlines()
+    named = {found[1] for line in lines if (found := re.match(r"#([A-Z_]+)=", line))}
+    assert named == variables(FILE.read_text())
+    assert all(not line or line.startswith("#") for line in lines)
+
+
+def test_variables_that_are_passed_on_are_settings_of_the_node_or_of_its_start() -> None:
+    start = (ROOT / "docker" / "start.py").read_text()
+    for name in ("bootstrap", "node", "gpu-node"):
+        passed = services()[name]["environment"]
+        assert set(setting_variables(dict.fromkeys(passed, "1"))) == {
+            key.removeprefix("SWARM_").lower().replace("__", ".") for key in passed if "__" in key
+        }
+        assert all(f'"{key}"' in start for key in passed if key.startswith("SWARM_") and "__" not in key)
+
+
+@pytest.mark.parametrize("program", composes())
+def test_base_tasks_and_threads_come_from_variables_and_have_defaults(program: str) -> None:
+    plain = read_by(composes()[program])
+    assert plain["gpu-node"]["environment"]["SWARM_POLICY__BASE"] == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert plain["gpu-node"]["environment"]["SWARM_POLICY__QUANTIZATION"] == "4bit"
+    assert not plain["node"]["environment"]["SWARM_POLICY__BASE"], "bundled"
+    given = {"SWARM_POLICY__BASE": "a/b", "SWARM_NODE__THREADS": "3", "SWARM_MANIFEST": "http://x/y", "HF_TOKEN": "t"}
+    for name in ("node", "gpu-node"):
+        told = read_by(composes()[program], **given)[name]["environment"]
+        assert {key: told[key] for key in given} == given
+    assert plain["bootstrap"]["environment"].keys() >= {"SWARM_TASKS__SOURCES", "SWARM_MANIFEST"}
+
+
+def test_bases_are_downloaded_to_a_volume_of_their_own() -> None:
+    for name in ("node", "gpu-node"):
+        assert services()[name]["environment"]["HF_HOME"] == "/hub"
+        assert "hub:/hub" in services()[name]["volumes"]
+    assert "/hub" in (ROOT / "Dockerfile").read_text(), "a new volume belongs to whom its folder in the image does"
+
+
+def test_no_registry_has_a_name_of_an_image_that_is_built_here() -> None:
+    for name in OWN:
+        default = re.sub(r"\$\{\w+:-(.*)\}", r"\1", services()[name]["image"])
+        assert default == f"localhost/swarm:{'gpu' if name == 'gpu-node' else 'cpu'}"
+        assert services()[name]["pull_policy"] == "${SWARM_PULL_POLICY:-build}"
+
+
+def test_a_passphrase_is_a_secret_and_no_variable() -> None:
+    declared = yaml.safe_load(FILE.read_text())["secrets"]["passphrase"]["file"]
+    default = declared.removeprefix("${SWARM_PASSPHRASE_FILE:-").rstrip("}")
+    assert (ROOT / default).read_bytes() == b"", "none"
+    assert {name for name, service in services().items() if service.get("secrets") == ["passphrase"]} == {
+        "bootstrap", "node", "gpu-node",
+    }  # fmt: skip
+    assert "SWARM_PASSPHRASE:" not in FILE.read_text()
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_service_has_limits_a_health_check_and_stops_being_started(reader: str) -> None:
+    for name, service in READERS[reader]().items():
+        assert service["mem_limit"], name
+        assert service["healthcheck"]["test"][0] == "CMD", name
+        assert service["restart"] == "on-failure", name
+        assert service["logging"]["options"]["max-size"], name
 
 
 def test_own_services_stop_in_ten_seconds_and_tell_their_health() -> None:
@@ -85,9 +160,9 @@ def test_own_services_stop_in_ten_seconds_and_tell_their_health() -> None:
         assert service["stop_grace_period"] == "10s"
         assert service["init"] is True
         assert service["healthcheck"]["test"][:3] == ["CMD", "start-swarm", "healthy"]
-        assert service["image"] == ("swarm:gpu" if name == "gpu-node" else "swarm:cpu")
     for name in ("node", "gpu-node"):
-        assert services()[name]["depends_on"] == {"bootstrap": {"condition": "service_healthy"}}
+        assert services()[name]["depends_on"]["bootstrap"] == {"condition": "service_healthy"}
+    assert "dashboard" in services()["gpu-node"]["depends_on"], "`up gpu-node` brings the page along"
 
 
 def test_only_the_bootstrap_peer_writes_the_manifest_and_sees_the_founders_key() -> None:
@@ -97,7 +172,7 @@ def test_only_the_bootstrap_peer_writes_the_manifest_and_sees_the_founders_key()
     assert {name for name in OWN if "manifest:/swarm:ro" in volumes[name]} == {"node", "gpu-node"}
     declared = yaml.safe_load(FILE.read_text())["volumes"]
     used = {volume.split(":")[0] for service in services().values() for volume in service.get("volumes", [])}
-    assert {volume for volume in used if not volume.startswith(".")} == set(declared)
+    assert {volume for volume in used if not volume.startswith((".", "$"))} == set(declared)
     assert all((ROOT / volume).exists() for volume in used if volume.startswith("."))
 
 
@@ -114,6 +189,7 @@ def test_the_image_runs_as_a_user_and_holds_no_tools() -> None:
     assert "apt-get" not in final
     assert "pip install" not in final
     assert "requirements-dev.lock" not in text
+    assert "OMP_NUM_THREADS" not in text, "whoever runs an image decides"
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert ignored[0] == "*", "only what is named goes into an image"
     sources = re.findall(r"^COPY (?!--)(.+) \S+$", text, re.M)

@@ -48,6 +48,25 @@ def test_workflow_runs_what_everyone_runs_with_no_right_to_write() -> None:
     assert commands and set(commands) <= TARGETS
 
 
+def test_images_of_a_release_are_published_with_pinned_actions_and_least_rights() -> None:
+    text = (house.ROOT / ".github/workflows/images.yml").read_text()
+    workflow = yaml.safe_load(text)
+    assert workflow[True] == {"push": {"tags": ["v*"]}}, "YAML reads `on` as true"
+    assert workflow["permissions"] == {}
+    jobs = workflow["jobs"]
+    assert {name: job["permissions"] for name, job in jobs.items()} == {
+        "build": {"contents": "read", "packages": "write"},
+        "publish": {"packages": "write"},
+    }
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step["uses"]) for step in steps if "uses" in step)
+    assert not [step for step in steps if "${{" in step.get("run", "")], "text of others would run as a command"
+    assert all("GITHUB_TOKEN" not in str(step) or "docker login" in step["run"] for step in steps)
+    built = {(one["kind"], one["arch"]) for one in jobs["build"]["strategy"]["matrix"]["include"]}
+    assert built == {("cpu", "amd64"), ("cpu", "arm64"), ("gpu", "amd64")}
+    assert all(f'"$image-{kind}-{arch}"' in text for kind, arch in built)
+
+
 @pytest.mark.parametrize(
     ("line", "changed"),
     [

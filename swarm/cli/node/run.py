@@ -1,20 +1,25 @@
 """`swarm run`: runs one node until it is done or interrupted."""
 
+import os
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config, prepare_imports
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, given_layers, prepare_imports
+from swarm.errors import ConfigError
 from swarm.machine.child_python import swarm_command
 
 if TYPE_CHECKING:
-    from swarm.config import Config, TaskSourceSection
+    from swarm.config import Config, Origin, TaskSourceSection
+    from swarm.machine.hardware import Gpu
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Lets `--section.key value` through to `load_config`."""
-_OPTIONS = ("--fresh", "--resume", "--dry-run", "--supervised", "--end-when-stuck")
+_OPTIONS = ("--fresh", "--resume", "--dry-run", "--gpus", "--supervised", "--end-when-stuck")
+GPUS_HELP = "One node on each GPU: all, or numbers such as 0,2. Folders, identities and ports are made for each."
 
 
 def run(
@@ -27,8 +32,10 @@ def run(
     dry_run: bool = typer.Option(
         False,
         "--dry-run",
-        help="Print the resolved configuration and exit; to stderr, also the prompts of sources that set how they ask.",
+        help="Print the resolved configuration with the origin of each value, and exit; to stderr, also the prompts of "
+        "sources that set how they ask.",
     ),
+    gpus: str = typer.Option(None, metavar="all|N,...", help=GPUS_HELP),
     supervised: bool = typer.Option(
         False, "--supervised", help="Restart the node when it has crashed or is stuck, with growing pauses."
     ),
@@ -41,25 +48,35 @@ def run(
     With no CONFIG the bundled tiny policy and its tasks are used. Ctrl-C ends
     after the current round, a second Ctrl-C at once.
 
-    Reads: CONFIG; in node.dir the identity and the newest checkpoint.
+    Reads: CONFIG, variables SWARM_SECTION__KEY; in node.dir the identity and
+    the newest checkpoint.
     Writes: all of node.dir: config.toml, checkpoints/, logs/, metrics.jsonl,
-    status.json, pool.sqlite.
+    status.json, pool.sqlite. With --gpus, a folder in it for each node.
 
     Examples:
       swarm run node_configs/laptop-cpu.toml --node.max_rounds 100
       swarm run runs/mine/node.toml --training.lr 1e-5 --dry-run
+      swarm run node_configs/gpu-24gb.toml --gpus all
 
     Exit codes: 0 done, 3 configuration, 4 identity, 5 policy, 6 tasks, 7 network,
     8 checkpoint, 10 memory, 11 training, 17 silo, 130 interrupted.
     """
-    resolved = load_config(config or [], _OPTIONS)
-    if dry_run:
-        from swarm.config import dump_toml
+    from swarm.config import adjusted, dump_toml, origin_in, resolve
 
-        resolved = _fitted(resolved)
-        print(dump_toml(resolved), end="", flush=True)
-        if any(_has_own_parts(source) for source in resolved.tasks.sources):
-            _show_prompts(resolved)
+    layers = given_layers(config or [], _OPTIONS)
+    resolved, origin = resolve(layers), origin_in(layers)
+    if gpus is not None:
+        if end_when_stuck:
+            raise ConfigError(
+                "--gpus starts a node again that is stuck, so it goes without --end-when-stuck; remove it"
+            )
+        run_on_gpus(gpus, lambda gpu: (resolved, origin), fresh=fresh, dry_run=dry_run)
+        return
+    if dry_run:
+        fitted = _fitted(resolved)
+        print(dump_toml(fitted, adjusted(origin, resolved, fitted, "policy.base")), end="", flush=True)
+        if any(_has_own_parts(source) for source in fitted.tasks.sources):
+            _show_prompts(fitted)
         return
     if supervised:
         raise typer.Exit(_supervise(config or [], fresh=fresh))
@@ -68,6 +85,40 @@ def run(
     from swarm.node.process import run_node
 
     run_node(resolved, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
+
+
+def run_on_gpus(
+    text: str,
+    resolve_for: Callable[["Gpu"], tuple["Config", "Origin"]],
+    *,
+    fresh: bool,
+    dry_run: bool = False,
+    prepare: Callable[["Config"], None] = lambda config: None,
+) -> None:
+    """Run a node on each GPU that `text` names, until all have ended. Raises SwarmError.
+
+    `resolve_for`: the configuration of a node on that GPU, before folder and ports are its own. `prepare` is called with
+    each complete one before anything starts.
+    """
+    from rich.console import Console
+
+    from swarm.config import adjusted, dump_toml
+    from swarm.machine.hardware import nvidia_gpus
+    from swarm.testbeds.gpu_nodes import choose_gpus, plan_gpu_nodes, run_gpu_nodes
+    from swarm.testbeds.testbed import exclusive
+
+    gpus = choose_gpus(text, nvidia_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    nodes = plan_gpu_nodes(gpus, lambda gpu: resolve_for(gpu)[0])
+    if dry_run:
+        for gpu, plan in zip(gpus, nodes.plans, strict=True):
+            config, origin = resolve_for(gpu)
+            print(f"# {plan.config_path}, on GPU {gpu.number}, {gpu.name}")
+            print(dump_toml(plan.config, adjusted(origin, config, plan.config, "--gpus")), flush=True)
+        return
+    with exclusive(nodes.folder, "--node.dir"):
+        for plan in nodes.plans:
+            prepare(plan.config)
+        run_gpu_nodes(nodes, Console(), fresh=fresh)
 
 
 def _has_own_parts(source: "TaskSourceSection") -> bool:
@@ -105,9 +156,10 @@ def _supervise(config: list[str], *, fresh: bool) -> int:
     import random
 
     from swarm.node.supervisor import BackOff, Supervisor
+    from swarm.testbeds.testbed import SUPERVISOR
 
     def say(line: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} supervisor: {line}", file=sys.stderr, flush=True)
+        print(f"{time.strftime('%H:%M:%S')}{SUPERVISOR}{line}", file=sys.stderr, flush=True)
 
     command = swarm_command("run", *config, "--end-when-stuck")
     return Supervisor(command, BackOff(), random.Random(), say).run(["--fresh"] if fresh else [])

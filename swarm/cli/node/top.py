@@ -3,18 +3,17 @@
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from swarm.errors import NodeNotRunningError
+from swarm.machine.stop_signals import sigterm_interrupts
 from swarm.observability.plain_text import counted, for_how_long, plain
 
 if TYPE_CHECKING:
@@ -101,24 +100,10 @@ def _watch(folders: Sequence[Path], console: "Console", interval_s: float) -> No
 
     first = _screen(folders, console)  # before the screen is switched, as it may raise
     live = Live(first, console=console, screen=True, auto_refresh=False)
-    with contextlib.suppress(KeyboardInterrupt), _ended_by_sigterm(), live:
+    with contextlib.suppress(KeyboardInterrupt), sigterm_interrupts(), live:
         while True:
             time.sleep(interval_s)
             live.update(_screen(folders, console), refresh=True)
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """As by Ctrl-C: the terminal is put back in order."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _screen(folders: Sequence[Path], console: "Console") -> "Group":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarm.cli.arguments import split_arguments, take_first, told_by_flags
+from swarm.cli.arguments import given_layers, take_first, told_by_flags
 from swarm.cli.swarm.passphrase import unlock
 from swarm.errors import ConfigError, IdentityError, ManifestError
 
@@ -87,16 +87,16 @@ def checked_config(
 
     Raises ConfigError, TaskError.
     """
-    from swarm.config import merge, parse, read
+    from swarm.config import Layer, resolve
     from swarm.config.tasks import HELD_OUT_SHARE
     from swarm.manifest.joining import check_tasks
     from swarm.network.tcp_address import parse_setting
 
     with told_by_flags(_FLAGS):
         parse_setting("initial_peers", bootstrap)
-    new = {"tasks": {"held_out_share": HELD_OUT_SHARE}}
-    decided = {"swarm": {"name": name}, "tasks": {"sandboxed": True}}
-    config = parse(merge(merge(new, read(*split_arguments(settings, options))), decided))
+    new = Layer("swarm create", {"tasks": {"held_out_share": HELD_OUT_SHARE}})
+    decided = Layer("swarm create", {"swarm": {"name": name}, "tasks": {"sandboxed": True}})
+    config = resolve([new, *given_layers(settings, options), decided])
     check_tasks(config.tasks)
     return config
 

@@ -2,25 +2,26 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from swarm.cli.arguments import prepare_imports, split_arguments, stay_off_hubs, take_first
+from swarm.cli.arguments import given_layers, prepare_imports, stay_off_hubs, take_first
+from swarm.cli.node.run import GPUS_HELP, run_on_gpus
 from swarm.errors import ConfigError, ManifestError, PreflightError, SwarmError
 from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
-    from swarm.config import Config
+    from swarm.config import Config, Origin
     from swarm.diagnostics.check_result import CheckResult
-    from swarm.machine.hardware import Hardware
+    from swarm.machine.hardware import Gpu, Hardware
     from swarm.machine.node_folder import NodeFolder
     from swarm.manifest.manifest import Manifest
 
 _OPTIONS = ("--founder", "--task-file", "--reward-file", "--check", "--dial", "--dry-run", "--fresh", "--resume",
-            "--accept-edition", "--end-when-stuck")  # fmt: skip
+            "--accept-edition", "--gpus", "--end-when-stuck")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,10 @@ def join(
     accept_edition: int = typer.Option(
         None, metavar="N", help="Accept the changes of edition N of the manifest, such as its tasks."
     ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print the resolved configuration and exit."),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Print the resolved configuration with the origin of each value, and exit."
+    ),
+    gpus: str = typer.Option(None, metavar="all|N,...", help=GPUS_HELP),
     fresh: bool = typer.Option(
         False,
         "--fresh/--resume",
@@ -70,7 +74,8 @@ def join(
     before signature, protocol version, base and tasks have been checked. A later
     edition that changes more than addresses and description needs your consent.
 
-    Reads: MANIFEST, settings, this machine's hardware.
+    Reads: MANIFEST, settings, variables SWARM_SECTION__KEY, this machine's
+    hardware.
     Writes: as `swarm run`, in runs/NAME unless node.dir says otherwise, and
     manifest.toml. Nothing with --check or --dry-run, but data sets are
     prepared in the cache of HF_HOME.
@@ -81,48 +86,145 @@ def join(
 
     Exit codes: as of `swarm run`; 12 manifest, 13 --check: cannot take part, 17 silo.
     """
+    from swarm.config import dump_toml
     from swarm.machine.hardware import detect
-    from swarm.machine.node_folder import NodeFolder
-    from swarm.manifest.files import check_joined, fetch, write_text
+    from swarm.manifest.files import fetch, write_text
     from swarm.manifest.manifest import check_protocol, parse
     from swarm.records.codec import PROTOCOL_VERSION
 
     source, settings = take_first(arguments or [])
-    if source is None or (dial and not check):
-        mistake = "a manifest, got none; name the file or address" if source is None else "--check for --dial; add it"
+    if source is None or (dial and not check) or (check and gpus is not None):
+        mistake = "--check for --dial; add it" if dial and not check else "--gpus or --check, got both; leave one out"
+        mistake = "a manifest, got none; name the file or address" if source is None else mistake
         raise ConfigError(f"swarm join needs {mistake}")
     data = fetch(source)
     manifest = parse(data, founder)
-    is_joined = _is_joined(manifest, settings, source)
+    joining = Joining(manifest, source, settings, OwnFiles(task_file, reward_file), accept_edition)
+    is_joined = joining.is_joined()
     introduce(manifest, is_known=founder is not None or is_joined)
     hardware = detect()
-    own_files = OwnFiles(task_file, reward_file)
     if check:
-        wanted = (settings, own_files, source, accept_edition)
-        _report(manifest, list(_findings(manifest, hardware, *wanted, dial=dial)))
+        _report(manifest, list(_findings(joining, hardware, dial=dial)))
         return
     check_protocol(manifest, PROTOCOL_VERSION)
-    config = resolve(manifest, hardware, settings, own_files, source)
-    files = NodeFolder(config.node.dir, config.node.identity)
-    if not fresh:
-        _check_no_other_run(files, _folder(manifest, Path(source)))
-    changed = check_joined(files.manifest, manifest, accept_edition)
-    for line in changed if is_joined else [f"task {task.source_name}: {task.settings}" for task in manifest.tasks]:
-        print(plain(line), file=sys.stderr)
-    check_silo(config, files)
-    if dry_run:
-        from swarm.config import dump_toml
 
-        print(dump_toml(config), end="")
+    def take_up(config: "Config") -> None:
+        files = joining.check(config, is_new=fresh, is_joined=is_joined)
+        joining.check_learning(config)
+        files.create()
+        write_text(files.manifest, data.decode())
+
+    if gpus is not None:
+
+        def resolve_for(gpu: "Gpu") -> tuple["Config", "Origin"]:
+            return joining.resolve(replace(hardware, gpu_name=gpu.name, gpu_memory_gib=gpu.memory_gib))
+
+        run_on_gpus(gpus, resolve_for, fresh=fresh, dry_run=dry_run, prepare=take_up)
         return
-    prepare_imports(config)
-    _check_learning(manifest, config)
-    files.create()
-    write_text(files.manifest, data.decode())
+    config, origin = joining.resolve(hardware)
+    if dry_run:
+        joining.check(config, is_new=fresh, is_joined=is_joined)
+        print(dump_toml(config, origin), end="")
+        return
+    take_up(config)
     from swarm.cli.swarm.passphrase import unlock
     from swarm.node.process import run_node
 
     run_node(config, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """A manifest, and what its user gave beside it."""
+
+    manifest: "Manifest"
+    source: str
+    settings: list[str]
+    own_files: OwnFiles
+    accepted_edition: int | None = None
+    told: set[str] = field(default_factory=set[str])
+    """Lines that the user has read: several nodes on one machine are told them once."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the node's folder is unless node.dir says otherwise: a silo's is the one that has the membership."""
+        from swarm.silo.silo_files import SiloFiles
+
+        parent = Path(self.source).parent
+        is_own = self.manifest.silo is not None and SiloFiles(parent).is_membership
+        return parent if is_own else Path("runs") / self.manifest.name
+
+    def is_joined(self) -> bool:
+        """Whether the node's folder, or that of a GPU in it, has joined this swarm before, and so trusts its founder."""
+        from swarm.config import merged
+        from swarm.machine.node_folder import NodeFolder
+        from swarm.manifest.files import read_manifest
+
+        try:
+            node = merged(given_layers(self.settings, _OPTIONS)).get("node")
+            chosen = node.get("dir") if isinstance(node, dict) else None
+            folder = Path(chosen) if isinstance(chosen, str) else self.folder
+            found = next((one for one in (folder, *folder.glob("gpu-*")) if NodeFolder(one).manifest.exists()), folder)
+            return read_manifest(str(NodeFolder(found).manifest)).id == self.manifest.id
+        except SwarmError:  # of settings: reported where they are loaded
+            return False
+
+    def resolve(self, hardware: "Hardware") -> tuple["Config", "Origin"]:
+        """The node's configuration. Raises SwarmError: contradictions, files that are missing or others."""
+        import tomllib
+
+        from swarm.cli.node.init import hardware_config
+        from swarm.config import Layer, adjusted, merged, origin_in, resolve
+        from swarm.manifest.joining import choose, compose, decisions
+
+        user = given_layers(self.settings, _OPTIONS)
+        mine = merged(user)
+        choice = choose(self.manifest, mine, hardware)
+        defaults = tomllib.loads(hardware_config(hardware, choice, self.folder, self.manifest.name))
+        tasks, rewards = _paths_by_task(self.own_files.tasks), self.own_files.rewards
+        config = compose(self.manifest, defaults, mine, tasks, origin_in(user), reward_files=rewards)
+        decided = Layer("manifest", decisions(self.manifest, tasks, rewards))
+        layers = [Layer("hardware", defaults), *user, decided]
+        return config, adjusted(origin_in(layers), resolve(layers), config, "manifest")
+
+    def check(self, config: "Config", *, is_new: bool, is_joined: bool) -> "NodeFolder":
+        """The node's folder, which may join. Tells what is new in the manifest. Raises SwarmError."""
+        from swarm.machine.node_folder import NodeFolder
+        from swarm.manifest.files import check_joined
+
+        files = NodeFolder(config.node.dir, config.node.identity)
+        if not is_new:
+            self.check_no_other_run(files)
+        changed = check_joined(files.manifest, self.manifest, self.accepted_edition)
+        tasks = [f"task {task.source_name}: {task.settings}" for task in self.manifest.tasks]
+        for line in changed if is_joined else tasks:
+            if line not in self.told:
+                print(plain(line), file=sys.stderr)
+            self.told.add(line)
+        check_silo(config, files)
+        return files
+
+    def check_learning(self, config: "Config") -> None:
+        """Check what takes seconds: tasks, and the lineage where it decides. Raises SwarmError."""
+        from swarm.manifest.joining import check_lineage, check_tasks, needs_lineage
+
+        prepare_imports(config)
+        check_tasks(config.tasks)
+        if needs_lineage(self.manifest, config):
+            check_lineage(self.manifest, config)
+
+    def check_no_other_run(self, files: "NodeFolder") -> None:
+        """A founder chooses the swarm's name, and with it the folder: it must not take up a run that has joined no swarm.
+
+        Its adapter would be shared. Raises ManifestError.
+        """
+        base = files.path.parent if files.path.name.startswith("gpu-") else files.path
+        is_named_by_manifest = base == self.folder
+        if is_named_by_manifest and files.checkpoints.exists() and not files.manifest.exists():
+            raise ManifestError(
+                f"a folder that a manifest names must be new or of its swarm, got the run in {files.path}, which has joined "
+                "none; set another node.dir, or start anew with --fresh"
+            )
 
 
 def introduce(manifest: "Manifest", *, is_known: bool) -> None:
@@ -132,59 +234,6 @@ def introduce(manifest: "Manifest", *, is_known: bool) -> None:
         print(plain(manifest.description, keep="\n"), file=sys.stderr)
     if not is_known:
         print(f"ask the founder whether that is their id, or pin it: --founder {manifest.founder}", file=sys.stderr)
-
-
-def _is_joined(manifest: "Manifest", settings: list[str], source: str) -> bool:
-    """Whether the node's folder has joined this swarm before, and so trusts its founder."""
-    from swarm.config import read
-    from swarm.machine.node_folder import NodeFolder
-    from swarm.manifest.files import read_manifest
-
-    try:
-        node = read(*split_arguments(settings, _OPTIONS)).get("node")
-        chosen = node.get("dir") if isinstance(node, dict) else None
-        kept = NodeFolder(Path(chosen) if isinstance(chosen, str) else _folder(manifest, Path(source))).manifest
-        return read_manifest(str(kept)).id == manifest.id
-    except SwarmError:  # of settings: reported where they are loaded
-        return False
-
-
-def resolve(
-    manifest: "Manifest", hardware: "Hardware", settings: list[str], own_files: OwnFiles, source: str
-) -> "Config":
-    """The node's configuration. Raises SwarmError: contradictions, files that are missing or others."""
-    import tomllib
-
-    from swarm.cli.node.init import hardware_config
-    from swarm.config import origin_in, read
-    from swarm.manifest.joining import choose, compose
-
-    given = split_arguments(settings, _OPTIONS)
-    user = read(*given)
-    folder = _folder(manifest, Path(source))
-    defaults = tomllib.loads(hardware_config(hardware, choose(manifest, user, hardware), folder, manifest.name))
-    tasks, rewards = _paths_by_task(own_files.tasks), own_files.rewards
-    return compose(manifest, defaults, user, tasks, origin_in(*given), reward_files=rewards)
-
-
-def _folder(manifest: "Manifest", source: Path) -> Path:
-    """Where the node's folder is unless node.dir says otherwise: a silo's is the one that has the membership."""
-    from swarm.silo.silo_files import SiloFiles
-
-    is_own = manifest.silo is not None and SiloFiles(source.parent).is_membership
-    return source.parent if is_own else Path("runs") / manifest.name
-
-
-def _check_no_other_run(files: "NodeFolder", named_by_manifest: Path) -> None:
-    """A founder chooses the swarm's name, and with it the folder: it must not take up a run that has joined no swarm.
-
-    Its adapter would be shared. Raises ManifestError.
-    """
-    if files.path == named_by_manifest and files.checkpoints.exists() and not files.manifest.exists():
-        raise ManifestError(
-            f"a folder that a manifest names must be new or of its swarm, got the run in {files.path}, which has joined none; "
-            "set another node.dir, or start anew with --fresh"
-        )
 
 
 def _paths_by_task(task_files: list[str]) -> dict[str, Path]:
@@ -213,25 +262,7 @@ def check_silo(config: "Config", files: "NodeFolder") -> None:
         check_base_at_hand(config)
 
 
-def _check_learning(manifest: "Manifest", config: "Config") -> None:
-    """What takes seconds: tasks, and the lineage where it decides. Raises SwarmError."""
-    from swarm.manifest.joining import check_lineage, check_tasks, needs_lineage
-
-    check_tasks(config.tasks)
-    if needs_lineage(manifest, config):
-        check_lineage(manifest, config)
-
-
-def _findings(
-    manifest: "Manifest",
-    hardware: "Hardware",
-    settings: list[str],
-    own_files: OwnFiles,
-    source: str,
-    accepted_edition: int | None,
-    *,
-    dial: bool,
-) -> Iterator["CheckResult"]:
+def _findings(joining: Joining, hardware: "Hardware", *, dial: bool) -> Iterator["CheckResult"]:
     from swarm.cli.swarm.preflight import dial_findings, hub_findings, machine_findings, task_findings, tried
     from swarm.diagnostics.check_result import note, ok, problem
     from swarm.machine.node_folder import NodeFolder
@@ -240,11 +271,12 @@ def _findings(
     from swarm.manifest.manifest import check_protocol
     from swarm.records.codec import PROTOCOL_VERSION
 
+    manifest = joining.manifest
     yield ok("signature", f"edition {manifest.edition}, signed by {manifest.founder_name}")
     speaks = f"version {manifest.protocol}, as this software"
     yield tried("protocol", speaks, lambda: check_protocol(manifest, PROTOCOL_VERSION))
     try:
-        config = resolve(manifest, hardware, settings, own_files, source)
+        config, _ = joining.resolve(hardware)
     except SwarmError as error:
         yield problem("settings", str(error))
         return
@@ -253,8 +285,8 @@ def _findings(
 
     def check_folder() -> None:
         files.check_writable()
-        _check_no_other_run(files, _folder(manifest, Path(source)))
-        check_joined(files.manifest, manifest, accepted_edition)
+        joining.check_no_other_run(files)
+        check_joined(files.manifest, manifest, joining.accepted_edition)
 
     yield tried("folder", f"{config.node.dir} is new or of this swarm, and can be written", check_folder)
     if manifest.silo:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarm.cli.arguments import prepare_imports, split_arguments, take_first
-from swarm.cli.swarm.join import OwnFiles, check_silo, introduce, resolve
+from swarm.cli.arguments import given_layers, prepare_imports, take_first
+from swarm.cli.swarm.join import Joining, OwnFiles, check_silo, introduce
 from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,27 +74,26 @@ def pull(
     check_protocol(manifest, PROTOCOL_VERSION)
     with tempfile.TemporaryDirectory(prefix="swarm-pull-") as scratch:
         settings, is_own = _placed(settings, manifest, Path(scratch) / "node")
-        config = resolve(
-            _without_files(manifest, settings), detect(), settings, OwnFiles(task_file, reward_file), source
-        )
+        own_files = OwnFiles(task_file, reward_file)
+        config, _ = Joining(_without_files(manifest, settings), source, settings, own_files).resolve(detect())
         _pull(config, manifest, Path(out), is_own=is_own, least=least, wait_s=wait)
 
 
 def _placed(settings: list[str], manifest: "Manifest", scratch: Path) -> tuple[list[str], bool]:
     """Settings with a folder, and whether it is the user's: a silo answers its members alone."""
-    from swarm.config import read
+    from swarm.config import merged
 
-    node = read(*split_arguments(settings, _OPTIONS)).get("node")
+    node = merged(given_layers(settings, _OPTIONS)).get("node")
     is_own = manifest.silo is not None or (isinstance(node, dict) and "dir" in node)
     return (settings if is_own else [*settings, f"--node.dir={scratch}"]), is_own
 
 
 def _without_files(manifest: "Manifest", settings: list[str]) -> "Manifest":
     """The manifest without tasks of files that this machine need not have: nothing is trained, unless a warm start is."""
-    from swarm.config import TasksSection, read
+    from swarm.config import TasksSection, merged
     from swarm.manifest.manifest import ManifestTask
 
-    if "warm_start" in read(*split_arguments(settings, _OPTIONS)):
+    if "warm_start" in merged(given_layers(settings, _OPTIONS)):
         return manifest
     kept = tuple(task for task in manifest.tasks if not task.sha256 and not any(one.sha256 for one in task.signals))
     any_task = (ManifestTask(kind=TasksSection().sources[0].kind, name=TasksSection().sources[0].name),)
