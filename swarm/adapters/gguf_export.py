@@ -24,7 +24,7 @@ from torch import Tensor
 
 from swarm.adapters.export import CARD, new_folder
 from swarm.errors import PolicyError
-from swarm.machine.child_python import install_from_clone
+from swarm.machine.child_python import install_extra
 from swarm.machine.safe_files import SHARED, replace_file
 from swarm.types import Turns
 
@@ -84,7 +84,7 @@ def check_gguf(model_config: Any, tokenizer: Any, vocab_size: int) -> GgufTokeni
     is missing.
     """
     if importlib.util.find_spec("gguf") is None:
-        raise PolicyError(f"--format gguf needs the package gguf, got none; {install_from_clone('gguf')}")
+        raise PolicyError(f"--format gguf needs the package gguf, got none; {install_extra('gguf')}")
     kind = str(model_config.model_type)
     if kind not in _FAMILIES:
         raise _refusal(f"a model of one of the families {', '.join(_FAMILIES)}", kind)

@@ -12,6 +12,7 @@ from swarm.api.own_tasks import OwnTasks
 from swarm.config import Config, merge, parse
 from swarm.errors import ConfigError, error_of_exit_code
 from swarm.machine.child_python import swarm_command
+from swarm.machine.safe_files import replace_file
 
 _TIMEOUT_S = 600.0
 """For the checks of `swarm join --dry-run`, a manifest to fetch included."""
@@ -66,7 +67,7 @@ class Joining:
             folder = Path(scratch)
             self._tasks.write(folder)
             file = folder / "settings.toml"
-            file.write_text(tomli_w.dumps(self._settings))
+            replace_file(file, tomli_w.dumps(self._settings))
             command = swarm_command(*self.words(str(file), folder), "--dry-run")
             ended = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
         if ended.returncode:

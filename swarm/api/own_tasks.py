@@ -1,11 +1,11 @@
 """Task sources from Python objects: functions become files, data sets become JSONL, both in the node's folder.
 
-    reward ─ reward_file ─▶ tasks/SHA-256/NAME.py ─┐
-                                                   ├─▶ [[tasks.sources]] as in a configuration
-    dataset ─ data_rows ──▶ tasks/SHA-256/rows.jsonl ┘
+    reward ─ reward_file ─▶ NAME.py ─┐
+                                     ├─▶ [[tasks.sources]] as in a configuration
+    dataset ─ data_rows ─▶ rows.jsonl ┘
 
-Each file is named by its content. So a run that is resumed has the files that it began with, a fresh start overwrites none, and
-others can be sent the files that a manifest names by their SHA-256.
+Each file is in a folder of tasks/ that is named by the SHA-256 of its content. So a run that is resumed has the files that it
+began with, a fresh start overwrites none, and others can be sent the files that a manifest names by their SHA-256.
 """
 
 import hashlib

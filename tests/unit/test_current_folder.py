@@ -24,6 +24,7 @@ SHADOWED = (
 MARK = "code-of-the-folder-ran"
 ARGUMENTS: dict[str, list[str]] = {
     "bootstrap": ["--listen", "nonsense"],
+    "chat": ["node"],
     "config schema": [],
     "config show": [],
     "create": ["mine", "--any-base"],
@@ -48,9 +49,11 @@ ARGUMENTS: dict[str, list[str]] = {
     "logs": ["node"],
     "merge": ["one", "two", "--out", "both"],
     "peers": ["node"],
+    "pull": ["absent.swarm.toml", "out"],
     "report": ["node"],
     "run": ["--supervised", "--node.dir", "matplotlibrc"],
     "sample": ["--prompt", "x", "--policy.base", "absent/"],
+    "serve": ["node"],
     "silo init": ["quiet"],
     "silo invite": ["nonsense"],
     "silo join": ["nonsense"],

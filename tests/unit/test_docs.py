@@ -124,7 +124,9 @@ def test_settings_that_a_page_names_exist(page: str) -> None:
     sections = "|".join(Config.model_fields)
     for name in re.findall(rf"`((?:{sections})\.[a-z_.]+[a-z])(?: =[^`]*)?`", text(page)):
         if not name.endswith((".py", ".md", ".toml", ".json", ".log")):
-            assert name == "swarm.rewards" or any(key == name or key.startswith(f"{name}.") for key in known), name
+            assert name in ("swarm.rewards", "swarm.testbed", "swarm.train") or any(
+                key == name or key.startswith(f"{name}.") for key in known
+            ), name
 
 
 def commands(page: str) -> list[str]:

@@ -109,5 +109,5 @@ def test_engine_that_cannot_continue_answers_refuses_over_provision() -> None:
 def test_engine_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not
     policy = load_policy(PolicySection(), device="cpu")
-    with pytest.raises(ConfigError, match=r"-m pip install '?vllm[<>=.,0-9]+'? .*make vllm"):
+    with pytest.raises(ConfigError, match=r"-m pip install .*'vllm[<>=.,0-9]+'.*make vllm"):
         make_engine(policy, RolloutsSection(engine="vllm"))

@@ -20,6 +20,7 @@ from swarm.observability.logging_setup import parse
 from swarm.observability.plain_text import plain
 from swarm.observability.status_file import NodeHealth, NodeStatus, Word
 from swarm.report.tables import Table, write_report
+from swarm.rollouts.pass_at_k import score
 
 SOURCE = Path(__file__).parents[2] / "swarm"
 HOSTILE = "[red]x[/red][link=file:///etc/passwd]y\x1b[2J\x1b]0;title\x07\x9b31m‮olleh\r\n<script>alert(1)</script>&\x00"
@@ -60,7 +61,7 @@ def test_the_terminal_shows_text_of_strangers_as_text(capsys: pytest.CaptureFixt
     verdict = NodeHealth(Word.learning_alone, HOSTILE)
     shown = [
         shown_by(capsys, lambda: status._print(tmp_path, node_status(), verdict)),
-        shown_by(capsys, lambda: evaluate._print({HOSTILE: 0.5}, 0.5, {HOSTILE: 3}, 1)),
+        shown_by(capsys, lambda: evaluate._print({"round 1": {HOSTILE: score([[1.0]], (1,), 1.0)}}, 1)),
         shown_by(capsys, lambda: doctor._print(ok("peer", HOSTILE))),
         shown_by(capsys, lambda: main._say(f"a peer said {HOSTILE}", 1)),
     ]
@@ -101,8 +102,8 @@ def calls_in(path: Path) -> set[str]:
     return {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
 
 
-_MAY_EXECUTE = ("sandbox/inside/program.py", "tasks/rewards/plugin_process.py")
-"""What runs in a sandbox: a policy's program, and an operator's reward function."""
+_MAY_EXECUTE = ("sandbox/inside/program.py", "tasks/rewards/plugin_process.py", "api/reward_file.py")
+"""What runs in a sandbox: a policy's program, and an operator's reward function. And the caller's own function, from Python."""
 
 
 def test_nothing_is_unpickled_evaluated_or_given_to_a_shell() -> None:

@@ -20,6 +20,8 @@ _FOLDER = re.compile(rf"(?<![\w/.:~-])((?:{_ROOMS})/[\w./-]*[\w])")
 _DOTTED = re.compile(r"(?<![\w/.-])((?:swarm|tests|benchmarks)(?:\.[A-Za-z_]\w*)+)")
 _NOT_OURS = {
     "FILE.py",
+    "convert_hf_to_gguf.py",
+    "exact.py",
     "NAME.py",
     "mine.py",
     "make_rows.py",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import trove_classifiers
 import yaml
+from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -159,7 +160,8 @@ LOCKS = {
 def pins_of(lock: str) -> dict[str, str]:
     """{NAME==VERSION: the lines of its hashes}"""
     lines = [line for line in (ROOT / lock).read_text().splitlines() if not line.startswith("#")]
-    pins = re.findall(r"^(\S+==\S+) \\((?:\n    --hash=sha256:[0-9a-f]{64}(?: \\)?)+)$", "\n".join(lines), re.MULTILINE)
+    hashes = r"((?:\n    --hash=sha256:[0-9a-f]{64}(?: \\)?)+)"
+    pins = re.findall(rf"^(\S+==\S+)(?: ; [^\n]+?)? \\{hashes}$", "\n".join(lines), re.MULTILINE)
     assert len(pins) == sum("==" in line for line in lines)
     return dict(pins)
 
@@ -196,12 +198,13 @@ def test_both_builds_of_vllm_are_the_version_of_the_extra() -> None:
 
 
 def locked_versions() -> dict[str, str]:
-    """{name: version} of what `make setup` installs, torch included."""
+    """{name: version} of what `make setup` installs on this machine, torch included."""
     texts = ((ROOT / f"requirements{part}.lock").read_text() for part in ("", "-dev", "-torch"))
     return {
         canonicalize_name(name): version
         for text in texts
-        for name, version in re.findall(r"^([\w.-]+)==([^\s\\]+)", text, re.M)
+        for name, version, marker in re.findall(r"^([\w.-]+)==([^\s\\]+)(?: ; ([^\n]+?))?(?: \\)?$", text, re.M)
+        if not marker or Marker(marker).evaluate()
     }
 
 
