@@ -1,5 +1,6 @@
 """What a person does with a policy that a node has trained: serve it, talk to it, evaluate it. Real commands, on loopback."""
 
+import contextlib
 import json
 import os
 import pty
@@ -147,8 +148,17 @@ class Terminal:
         while len(self.said) < end:
             self.said += os.read(self._screen, 65536).decode(errors="replace")
 
-    def code(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    def leave(self) -> int:
+        """Press Ctrl-C until it has ended, and return its exit code: readline overlooks a signal that comes just as it begins
+        to wait, until the next key."""
+        end = time.monotonic() + 60.0
+        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            assert time.monotonic() < end, self.said
+            with contextlib.suppress(OSError):  # it has ended
+                self.type("\x03")
+                if select.select([self._screen], [], [], 1.0)[0]:
+                    self.said += os.read(self._screen, 65536).decode(errors="replace")
+        return os.waitstatus_to_exitcode(ended[1])
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +182,7 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_a_second_one_leaves(endless: P
     terminal.type("\x03")
     terminal.until("(stopped; Ctrl-C again leaves)")
     terminal.until("> ")
-    terminal.type("\x03")
-    assert terminal.code() == 130
+    assert terminal.leave() == 130
 
 
 def test_the_shell_completes_commands_and_options() -> None:
