@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick unit swarms test check vllm mutants format lint types security audit docs house lock setup clean
+.PHONY: help demo quick unit test check vllm mutants format lint types security audit docs house lock setup clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -30,13 +30,10 @@ quick: $(READY) format lint types  ## While you work: format, lint, types and th
 unit: $(READY)  ## Unit tests and fuzzing: between five and six minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/unit tests/fuzz
 
-# Whole swarms wait for each other most of the time, so unit tests run beside them; what must not bear any load comes last.
-test: $(READY)  ## All tests, with whole swarms in one process, in processes and in network namespaces: about six minutes
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line unit swarms
+# Those that take long come first; those whose deadlines bear no load run one after the other.
+test: $(READY)  ## All tests, with whole swarms in one process, in processes and in network namespaces: about twelve minutes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone" tests/e2e tests/swarm tests/unit tests/fuzz
 	$(BIN)/python -m pytest -m alone tests/e2e
-
-swarms: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone" tests/e2e tests/swarm
 
 check: $(READY) format lint types security audit docs test  ## Format, lint, types, security, documentation, all tests: what CI runs
 
