@@ -133,12 +133,13 @@ def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in environment.items() if not (name.startswith(VARIABLE_PREFIX) and "__" in name)}
 
 
-def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted keys that can be set by themselves; a subsection is one, and what is in a list is none."""
+def _keys(section: type[BaseModel], prefix: str = "", *, inside_lists: bool = False) -> Iterator[str]:
+    """Dotted keys that can be set by themselves, subsections included; with `inside_lists` also those of items of lists."""
     for name, field in section.model_fields.items():
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
+        for inner in (field.annotation, *(get_args(field.annotation) if inside_lists else ())):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from _keys(inner, f"{prefix}{name}.", inside_lists=inside_lists)
 
 
 def parse(data: Mapping[str, Any], origin: Origin = lambda location: None) -> Config:
@@ -339,7 +340,7 @@ def _wanted(item: Any) -> str:
 
 
 def _nearest_key(location: list[Any]) -> str | None:
-    known = _known_keys(Config)
+    known = list(_keys(Config, inside_lists=True))
     wanted = ".".join(str(part) for part in location)
     if alias := _ALIASES.get(str(location[-1])):
         return alias
@@ -347,13 +348,3 @@ def _nearest_key(location: list[Any]) -> str | None:
     if not close:  # right name, wrong section
         close = [key for key in known if key.rsplit(".", 1)[-1] == str(location[-1])][:1]
     return close[0] if close else None
-
-
-def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    keys: list[str] = []
-    for name, field in section.model_fields.items():
-        keys.append(prefix + name)
-        for inner in (field.annotation, *get_args(field.annotation)):
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
-                keys += _known_keys(inner, f"{prefix}{name}.")
-    return keys

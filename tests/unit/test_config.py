@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swarm.config import DEMO_TASKS, REASONING_TASKS, Config, dump_toml, load, parse
-from swarm.config.load import _ALIASES, _known_keys
+from swarm.config.load import _ALIASES, _keys
 from swarm.config.reference import reference_markdown, settings
 from swarm.config.section import RENAMED, _report_old_name
 from swarm.errors import ConfigError
@@ -107,10 +107,10 @@ def test_the_file_with_the_mistake_is_named(tmp_path: Path) -> None:
 
 
 def test_other_names_lead_to_settings_that_there_are() -> None:
-    assert set(_ALIASES.values()) <= set(_known_keys(Config))
+    assert set(_ALIASES.values()) <= set(_keys(Config, inside_lists=True))
     others = {alias: target for alias, target in _ALIASES.items() if target.rpartition(".")[2] != alias}
     sections = {alias: target.partition(".")[0] for alias, target in others.items()}
-    assert not {f"{section}.{alias}" for alias, section in sections.items()} & set(_known_keys(Config))
+    assert not {f"{section}.{alias}" for alias, section in sections.items()} & set(_keys(Config, inside_lists=True))
 
 
 OLD_VALUES = {
@@ -180,7 +180,8 @@ def test_a_setting_under_both_names_is_refused(tmp_path: Path) -> None:
 
 def test_an_old_name_is_no_setting_any_more_and_stays_in_its_section() -> None:
     for old, new in RENAMED.items():
-        assert old not in _known_keys(Config) and new in _known_keys(Config)
+        known = set(_keys(Config, inside_lists=True))
+        assert old not in known and new in known
         assert old.rpartition(".")[0] == new.rpartition(".")[0]
 
 
