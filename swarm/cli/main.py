@@ -103,7 +103,9 @@ def _run() -> int:
         return error.exit_code
     except typer.exceptions.TyperException as error:  # wrong usage
         return (
-            _say(f"{message}; see --help", error.exit_code) if (message := error.format_message()) else error.exit_code
+            _say(f"{message.rstrip('.')}; see --help", error.exit_code)
+            if (message := error.format_message())
+            else error.exit_code
         )
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED

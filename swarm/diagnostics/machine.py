@@ -216,4 +216,6 @@ def check_ports(listen: Iterable[str], *, is_running: bool = False) -> CheckResu
                 return ok("port", f"{text} is in use; the node of this folder is running")
             who = f"ss -ltnp 'sport = :{address.port}'"
             return problem("port", f"{text}: {reason}", f"{who} shows who has it; or set another network.listen")
-    return ok("port", "free: " + ", ".join(listen))
+    return ok(
+        "port", ", ".join(f"{text}: any free port" if text.endswith("/tcp/0") else f"{text} is free" for text in listen)
+    )

@@ -94,7 +94,7 @@ def run_gpu_nodes(nodes: GpuNodes, console: Console, *, fresh: bool = False) -> 
     states = {view.name: view.state for view in swarm.views()}
     if failed := [f"{name}: {state}" for name, state in states.items() if state not in ("done", "stopped", "waiting")]:
         raise SwarmError(
-            f"every node must end in good order, got {'; '.join(failed)}; logs are in {nodes.folder}/gpu-*/logs"
+            f"{counted(len(failed), 'node')} failed: {'; '.join(failed)}; logs are in {nodes.folder}/gpu-*/logs"
         )
 
 

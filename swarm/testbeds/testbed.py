@@ -305,8 +305,11 @@ def run_and_report(folder: Path, request: PlanRequest, console: Console, max_min
     console.print(conclusion(summaries), highlight=False)
     plot_testbed(views, folder / "progress.png")
     console.print(f"plot: {folder / 'progress.png'}", highlight=False, soft_wrap=True)
-    if any(view.state not in ("done", "stopped") for view in views):
-        raise SwarmError(f"every node should end in good order, see the table above; logs are in {folder}/node-*/logs")
+    if failed := [view for view in views if view.state not in ("done", "stopped")]:
+        told = "; ".join(f"{view.name}: {view.state}" for view in failed)
+        raise SwarmError(
+            f"{counted(len(failed), 'node')} of {len(views)} failed: {told}; logs are in {folder}/node-*/logs"
+        )
 
 
 @contextlib.contextmanager

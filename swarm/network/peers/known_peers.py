@@ -36,6 +36,7 @@ from swarm.network.peers.dialling import (
 )
 from swarm.network.peers.surroundings import Change, Surroundings
 from swarm.network.tcp_address import TcpAddress
+from swarm.observability.plain_text import counted
 
 if TYPE_CHECKING:
     from swarm.network.hivemind.session import HivemindSession
@@ -273,7 +274,10 @@ class Joining:
         self._was_connected = None
         await session.refresh()
         await self.remember(session)
-        logger.info("joined: %d of %d configured and %d stored peers", num_answers, len(configured), len(stored))
+        logger.info(
+            "joined the network: %s answered, of %d in the settings and %d remembered",
+            counted(num_answers, "peer"), len(configured), len(stored),
+        )  # fmt: skip
         return True
 
     async def stay(self, session: "HivemindSession") -> None:
