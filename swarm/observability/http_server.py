@@ -233,7 +233,7 @@ class HttpServer:
         metrics: Metrics,
         health: Callable[[], dict[str, Any]],
         pages: Sequence[BaseRoute] = (),
-        token: str = "",
+        token: str | None = None,
     ) -> None:
         """`pages` are read at the start. With a `token` everything is for those alone who send it; see `BearerToken`."""
         self.port = 0
