@@ -1,11 +1,13 @@
-"""Detects the hardware of this machine without torch, and chooses the policy that fits it."""
+"""Detects the hardware of this machine without torch, chooses the policy that fits it, and writes a configuration for both."""
 
+import json
 import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from swarm.machine.memory import machine_memory
 
@@ -163,3 +165,45 @@ def _parse_gpu(line: str) -> Gpu:
     number, uuid, rest = line.split(",", 2)
     name, mebibytes = rest.rsplit(",", 1)
     return Gpu(int(number), uuid.strip(), name.strip(), float(mebibytes) / 1024)
+
+
+_CONFIG_OF_NEW_NODE = """# Written by `swarm init` for this machine: {summary}.
+# Every setting and its meaning: `swarm config schema`. Try it: `swarm run {path} --dry-run`.
+
+[node]
+dir = {folder}                     # identity, checkpoints, logs and metrics of this node
+duty_cycle = 1.0                     # 0.5 leaves half of the machine's time to you
+
+[swarm]
+name = "{name}"                      # nodes of equal name and tasks find each other
+
+[network]
+listen = ["/ip4/0.0.0.0/tcp/0"]      # name a port here to forward it in your router
+initial_peers = []                   # addresses of nodes to join through, from a friend or a bootstrap peer
+
+[policy]
+base = "{base}"                      # {why}
+quantization = "{quantization}"
+
+[rollouts]
+groups_per_round = {groups_per_round}
+max_new_tokens = {max_new_tokens}
+
+[training]
+lr = {lr:g}
+"""
+
+
+def hardware_config(hardware: Hardware, choice: PolicyChoice, folder: Path, name: str) -> str:
+    """TOML with comments for a node in `folder`, in the swarm `name`. Checked: raises ConfigError for a bad name."""
+    import tomllib
+
+    from swarm.config import parse
+
+    text = _CONFIG_OF_NEW_NODE.format(
+        summary=hardware.summary, folder=json.dumps(str(folder)), path=folder / "node.toml", name=name,
+        base=choice.base, why=choice.why, quantization=choice.quantization, groups_per_round=choice.groups_per_round,
+        max_new_tokens=choice.max_new_tokens, lr=choice.lr,
+    )  # fmt: skip
+    parse(tomllib.loads(text))
+    return text

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from swarm.errors import SiloError
 from swarm.machine.safe_files import read_file, read_json, replace_file
+from swarm.manifest.manifest import Manifest
 from swarm.silo.grant import MAX_TOKEN_BYTES
 from swarm.silo.roll import MAX_ROLL_BYTES, Roll
 
@@ -171,3 +172,9 @@ def _write(path: Path, data: bytes) -> None:
         replace_file(path, data, is_durable=True)
     except OSError as error:
         raise SiloError(f"a silo's files must be writable, got {error}; check the folder {path.parent}") from None
+
+
+def folder_to_join(manifest: Manifest, source: str) -> Path:
+    """Return the folder of a new node by the manifest in file `source`: of a silo the one that has the membership."""
+    parent = Path(source).parent
+    return parent if manifest.silo is not None and SiloFiles(parent).is_membership else Path("runs") / manifest.name

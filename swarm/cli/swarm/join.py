@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import typer
 
 from swarm.cli.arguments import given_layers, prepare_imports, stay_off_hubs, take_first
 from swarm.cli.node.run import GPUS_HELP, run_on_gpus
-from swarm.errors import ConfigError, ManifestError, PreflightError, SwarmError
+from swarm.errors import ConfigError, PreflightError, SwarmError
 from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
@@ -19,18 +19,10 @@ if TYPE_CHECKING:
     from swarm.machine.hardware import Gpu, Hardware
     from swarm.machine.node_folder import NodeFolder
     from swarm.manifest.manifest import Manifest
+    from swarm.manifest.newcomer import Newcomer
 
 _OPTIONS = ("--founder", "--task-file", "--reward-file", "--check", "--dial", "--dry-run", "--fresh", "--resume",
             "--accept-edition", "--gpus", "--end-when-stuck")  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class OwnFiles:
-    """Copies of the files that the manifest names by their content."""
-
-    tasks: list[str]
-    """NAME=PATH"""
-    rewards: list[Path]
 
 
 def join(
@@ -90,7 +82,9 @@ def join(
     from swarm.machine.hardware import detect
     from swarm.manifest.files import fetch, write_text
     from swarm.manifest.manifest import check_protocol, parse
+    from swarm.manifest.newcomer import Newcomer, OwnFiles
     from swarm.records.codec import PROTOCOL_VERSION
+    from swarm.silo.silo_files import folder_to_join
 
     source, settings = take_first(arguments or [])
     if source is None or (dial and not check) or (check and gpus is not None):
@@ -99,31 +93,44 @@ def join(
         raise ConfigError(f"swarm join needs {mistake}")
     data = fetch(source)
     manifest = parse(data, founder)
-    joining = Joining(manifest, source, settings, OwnFiles(task_file, reward_file), accept_edition)
-    is_joined = joining.is_joined()
-    introduce(manifest, is_known=founder is not None or is_joined)
+    user = given_layers(settings, _OPTIONS)
+    own_files = OwnFiles(paths_by_task(task_file), reward_file)
+    newcomer = Newcomer(manifest, folder_to_join(manifest, source), user, own_files, accept_edition)
+    introduce(manifest, is_known=founder is not None or newcomer.is_joined())
     hardware = detect()
     if check:
-        _report(manifest, list(_findings(joining, hardware, dial=dial)))
+        _report(manifest, list(_findings(newcomer, hardware, dial=dial)))
         return
     check_protocol(manifest, PROTOCOL_VERSION)
+    told: set[str] = set()
+
+    def check_folder(config: "Config") -> "NodeFolder":
+        """Several nodes on one machine are told each line once."""
+        files, lines = newcomer.check_folder(config, is_new=fresh)
+        for line in lines:
+            if line not in told:
+                print(line, file=sys.stderr)
+            told.add(line)
+        check_silo(config, files)
+        return files
 
     def take_up(config: "Config") -> None:
-        files = joining.check(config, is_new=fresh, is_joined=is_joined)
-        joining.check_learning(config)
+        files = check_folder(config)
+        prepare_imports(config)
+        newcomer.check_learning(config)
         files.create()
         write_text(files.manifest, data.decode())
 
     if gpus is not None:
 
         def resolve_for(gpu: "Gpu") -> tuple["Config", "Origin"]:
-            return joining.resolve(replace(hardware, gpu_name=gpu.name, gpu_memory_gib=gpu.memory_gib))
+            return newcomer.resolve(replace(hardware, gpu_name=gpu.name, gpu_memory_gib=gpu.memory_gib))
 
         run_on_gpus(gpus, resolve_for, fresh=fresh, dry_run=dry_run, prepare=take_up)
         return
-    config, origin = joining.resolve(hardware)
+    config, origin = newcomer.resolve(hardware)
     if dry_run:
-        joining.check(config, is_new=fresh, is_joined=is_joined)
+        check_folder(config)
         print(dump_toml(config, origin), end="")
         return
     take_up(config)
@@ -131,100 +138,6 @@ def join(
     from swarm.node.process import run_node
 
     run_node(config, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
-
-
-@dataclass(frozen=True, slots=True)
-class Joining:
-    """A manifest, and what its user gave beside it."""
-
-    manifest: "Manifest"
-    source: str
-    settings: list[str]
-    own_files: OwnFiles
-    accepted_edition: int | None = None
-    told: set[str] = field(default_factory=set[str])
-    """Lines that the user has read: several nodes on one machine are told them once."""
-
-    @property
-    def folder(self) -> Path:
-        """Where the node's folder is unless node.dir says otherwise: a silo's is the one that has the membership."""
-        from swarm.silo.silo_files import SiloFiles
-
-        parent = Path(self.source).parent
-        is_own = self.manifest.silo is not None and SiloFiles(parent).is_membership
-        return parent if is_own else Path("runs") / self.manifest.name
-
-    def is_joined(self) -> bool:
-        """Whether the node's folder, or that of a GPU in it, has joined this swarm before, and so trusts its founder."""
-        from swarm.config import merged
-        from swarm.machine.node_folder import NodeFolder
-        from swarm.manifest.files import read_manifest
-
-        try:
-            node = merged(given_layers(self.settings, _OPTIONS)).get("node")
-            chosen = node.get("dir") if isinstance(node, dict) else None
-            folder = Path(chosen) if isinstance(chosen, str) else self.folder
-            found = next((one for one in (folder, *folder.glob("gpu-*")) if NodeFolder(one).manifest.exists()), folder)
-            return read_manifest(str(NodeFolder(found).manifest)).id == self.manifest.id
-        except SwarmError:  # of settings: reported where they are loaded
-            return False
-
-    def resolve(self, hardware: "Hardware") -> tuple["Config", "Origin"]:
-        """The node's configuration. Raises SwarmError: contradictions, files that are missing or others."""
-        import tomllib
-
-        from swarm.cli.node.init import hardware_config
-        from swarm.config import Layer, adjusted, merged, origin_in, resolve
-        from swarm.manifest.joining import choose, compose, decisions
-
-        user = given_layers(self.settings, _OPTIONS)
-        mine = merged(user)
-        choice = choose(self.manifest, mine, hardware)
-        defaults = tomllib.loads(hardware_config(hardware, choice, self.folder, self.manifest.name))
-        tasks, rewards = _paths_by_task(self.own_files.tasks), self.own_files.rewards
-        config = compose(self.manifest, defaults, mine, tasks, origin_in(user), reward_files=rewards)
-        decided = Layer("manifest", decisions(self.manifest, tasks, rewards))
-        layers = [Layer("hardware", defaults), *user, decided]
-        return config, adjusted(origin_in(layers), resolve(layers), config, "manifest")
-
-    def check(self, config: "Config", *, is_new: bool, is_joined: bool) -> "NodeFolder":
-        """The node's folder, which may join. Tells what is new in the manifest. Raises SwarmError."""
-        from swarm.machine.node_folder import NodeFolder
-        from swarm.manifest.files import check_joined
-
-        files = NodeFolder(config.node.dir, config.node.identity)
-        if not is_new:
-            self.check_no_other_run(files)
-        changed = check_joined(files.manifest, self.manifest, self.accepted_edition)
-        tasks = [f"task {task.source_name}: {task.settings}" for task in self.manifest.tasks]
-        for line in changed if is_joined else tasks:
-            if line not in self.told:
-                print(plain(line), file=sys.stderr)
-            self.told.add(line)
-        check_silo(config, files)
-        return files
-
-    def check_learning(self, config: "Config") -> None:
-        """Check what takes seconds: tasks, and the lineage where it decides. Raises SwarmError."""
-        from swarm.manifest.joining import check_lineage, check_tasks, needs_lineage
-
-        prepare_imports(config)
-        check_tasks(config.tasks)
-        if needs_lineage(self.manifest, config):
-            check_lineage(self.manifest, config)
-
-    def check_no_other_run(self, files: "NodeFolder") -> None:
-        """A founder chooses the swarm's name, and with it the folder: it must not take up a run that has joined no swarm.
-
-        Its adapter would be shared. Raises ManifestError.
-        """
-        base = files.path.parent if files.path.name.startswith("gpu-") else files.path
-        is_named_by_manifest = base == self.folder
-        if is_named_by_manifest and files.checkpoints.exists() and not files.manifest.exists():
-            raise ManifestError(
-                f"a folder that a manifest names must be new or of its swarm, got the run in {files.path}, which has joined "
-                "none; set another node.dir, or start anew with --fresh"
-            )
 
 
 def introduce(manifest: "Manifest", *, is_known: bool) -> None:
@@ -236,7 +149,8 @@ def introduce(manifest: "Manifest", *, is_known: bool) -> None:
         print(f"ask the founder whether that is their id, or pin it: --founder {manifest.founder}", file=sys.stderr)
 
 
-def _paths_by_task(task_files: list[str]) -> dict[str, Path]:
+def paths_by_task(task_files: list[str]) -> dict[str, Path]:
+    """{task: path} of words NAME=PATH. Raises ConfigError for another form."""
     paths: dict[str, Path] = {}
     for text in task_files:
         name, equals, path = text.partition("=")
@@ -256,27 +170,25 @@ def check_silo(config: "Config", files: "NodeFolder") -> None:
         from swarm.silo.silo_transport import check_folder, open_membership
 
         check_folder(files)
-        identity = load(files.identity, unlock)
-        open_membership(config.swarm.silo_owner, config.swarm_id, identity, files)
+        open_membership(config.swarm.silo_owner, config.swarm_id, load(files.identity, unlock), files)
         stay_off_hubs(config)
         check_base_at_hand(config)
 
 
-def _findings(joining: Joining, hardware: "Hardware", *, dial: bool) -> Iterator["CheckResult"]:
+def _findings(newcomer: "Newcomer", hardware: "Hardware", *, dial: bool) -> Iterator["CheckResult"]:
     from swarm.cli.swarm.preflight import dial_findings, hub_findings, machine_findings, task_findings, tried
     from swarm.diagnostics.check_result import note, ok, problem
     from swarm.machine.node_folder import NodeFolder
-    from swarm.manifest.files import check_joined
     from swarm.manifest.joining import needs_lineage
     from swarm.manifest.manifest import check_protocol
     from swarm.records.codec import PROTOCOL_VERSION
 
-    manifest = joining.manifest
+    manifest = newcomer.manifest
     yield ok("signature", f"edition {manifest.edition}, signed by {manifest.founder_name}")
     speaks = f"version {manifest.protocol}, as this software"
     yield tried("protocol", speaks, lambda: check_protocol(manifest, PROTOCOL_VERSION))
     try:
-        config, _ = joining.resolve(hardware)
+        config, _ = newcomer.resolve(hardware)
     except SwarmError as error:
         yield problem("settings", str(error))
         return
@@ -285,8 +197,7 @@ def _findings(joining: Joining, hardware: "Hardware", *, dial: bool) -> Iterator
 
     def check_folder() -> None:
         files.check_writable()
-        joining.check_no_other_run(files)
-        check_joined(files.manifest, manifest, joining.accepted_edition)
+        newcomer.check_folder(config)
 
     yield tried("folder", f"{config.node.dir} is new or of this swarm, and can be written", check_folder)
     if manifest.silo:

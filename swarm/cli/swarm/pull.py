@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarm.cli.arguments import given_layers, prepare_imports, take_first
-from swarm.cli.swarm.join import Joining, OwnFiles, check_silo, introduce
+from swarm.cli.swarm.join import check_silo, introduce, paths_by_task
 from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from swarm.config import Config
+    from swarm.config import Config, Layer
     from swarm.machine.node_folder import NodeFolder
     from swarm.manifest.manifest import Manifest
     from swarm.merging.node_merging import PulledAdapter
@@ -63,7 +63,9 @@ def pull(
     from swarm.machine.hardware import detect
     from swarm.manifest.files import read_manifest
     from swarm.manifest.manifest import check_protocol
+    from swarm.manifest.newcomer import Newcomer, OwnFiles
     from swarm.records.codec import PROTOCOL_VERSION
+    from swarm.silo.silo_files import folder_to_join
 
     source, rest = take_first(arguments or [])
     out, settings = take_first(rest)
@@ -72,28 +74,30 @@ def pull(
     manifest = read_manifest(source, founder)
     introduce(manifest, is_known=founder is not None)
     check_protocol(manifest, PROTOCOL_VERSION)
+    user = given_layers(settings, _OPTIONS)
     with tempfile.TemporaryDirectory(prefix="swarm-pull-") as scratch:
-        settings, is_own = _placed(settings, manifest, Path(scratch) / "node")
-        own_files = OwnFiles(task_file, reward_file)
-        config, _ = Joining(_without_files(manifest, settings), source, settings, own_files).resolve(detect())
+        user, is_own = _placed(user, manifest, Path(scratch) / "node")
+        own_files = OwnFiles(paths_by_task(task_file), reward_file)
+        folder = folder_to_join(manifest, source)
+        config, _ = Newcomer(_without_files(manifest, user), folder, user, own_files).resolve(detect())
         _pull(config, manifest, Path(out), is_own=is_own, least=least, wait_s=wait)
 
 
-def _placed(settings: list[str], manifest: "Manifest", scratch: Path) -> tuple[list[str], bool]:
+def _placed(user: list["Layer"], manifest: "Manifest", scratch: Path) -> tuple[list["Layer"], bool]:
     """Settings with a folder, and whether it is the user's: a silo answers its members alone."""
-    from swarm.config import merged
+    from swarm.config import Layer, merged
 
-    node = merged(given_layers(settings, _OPTIONS)).get("node")
+    node = merged(user).get("node")
     is_own = manifest.silo is not None or (isinstance(node, dict) and "dir" in node)
-    return (settings if is_own else [*settings, f"--node.dir={scratch}"]), is_own
+    return (user if is_own else [*user, Layer("scratch", {"node": {"dir": str(scratch)}})]), is_own
 
 
-def _without_files(manifest: "Manifest", settings: list[str]) -> "Manifest":
+def _without_files(manifest: "Manifest", user: list["Layer"]) -> "Manifest":
     """The manifest without tasks of files that this machine need not have: nothing is trained, unless a warm start is."""
     from swarm.config import TasksSection, merged
     from swarm.manifest.manifest import ManifestTask
 
-    if "warm_start" in merged(given_layers(settings, _OPTIONS)):
+    if "warm_start" in merged(user):
         return manifest
     kept = tuple(task for task in manifest.tasks if not task.sha256 and not any(one.sha256 for one in task.signals))
     any_task = (ManifestTask(kind=TasksSection().sources[0].kind, name=TasksSection().sources[0].name),)
