@@ -26,6 +26,7 @@ from swarm.config import Config
 from swarm.config.shareable import base_name
 from swarm.errors import NetworkError
 from swarm.integrations.model_card import known_licence, model_card, trained_facts
+from swarm.machine.hub_requests import bound_hub_requests
 from swarm.machine.node_folder import NodeFolder
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class ModelRepository:
         """`endpoint`: address of another hub than that of HF_ENDPOINT, or huggingface.co. `is_private`: of a new repository."""
         self.name = name
         self._is_private = is_private
+        bound_hub_requests()
         self._api = HfApi(endpoint=endpoint or None, library_name="swarm-rl", library_version=__version__)
 
     def check(self, kept: Callable[[str], bool]) -> None:

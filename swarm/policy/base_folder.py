@@ -17,6 +17,7 @@ from typing import Any
 from swarm.config import BUNDLED_BASES, Config
 from swarm.config.policy import BUNDLED, BUNDLED_REASONING
 from swarm.errors import ConfigError, PolicyError
+from swarm.machine.hub_requests import bound_hub_requests
 from swarm.machine.safe_files import is_bare_name, read_json
 from swarm.observability.progress import progress
 
@@ -88,6 +89,7 @@ def _num_missing_bytes(base: str, revision: str | None) -> int:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils import filter_repo_objects
 
+    bound_hub_requests()
     try:
         info = HfApi().model_info(base, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
     except (HfHubHTTPError, HFValidationError):

@@ -17,7 +17,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def resolve_device(name: str) -> torch.device:
-    """Choose a device; `auto` prefers CUDA, then MPS, then CPU. Raises PolicyError for one that this machine lacks."""
+    """Choose a device; `auto` prefers CUDA, then MPS, then CPU. Raises PolicyError for one that is absent or busy."""
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(device for device, is_there in present.items() if is_there)
@@ -25,7 +25,20 @@ def resolve_device(name: str) -> torch.device:
     if not present.get(kind, False):
         there = ", ".join(device for device, is_there in present.items() if is_there)
         raise PolicyError(f"node.device must be present on this machine ({there}), got {name}; set node.device = auto")
-    return torch.device(name)
+    device = torch.device(name)
+    try:
+        torch.empty(1, device=device)  # the first use of a GPU in a process, and no memory to speak of
+    except RuntimeError as error:  # torch.OutOfMemoryError among them: other processes left nothing
+        raise PolicyError(_busy(device, error)) from None
+    return device
+
+
+def _busy(device: torch.device, error: RuntimeError) -> str:
+    reason = str(error.args[0] if error.args else error).partition("\n")[0]
+    return (
+        f"{device} must be free for this process, got: {reason}; see with nvidia-smi who uses it, end that or take another "
+        "by CUDA_VISIBLE_DEVICES, or set node.device = cpu"
+    )
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

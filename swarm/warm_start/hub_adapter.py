@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from swarm.errors import PolicyError
+from swarm.machine.hub_requests import bound_hub_requests
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ def hub_adapter(name: str, revision: str, max_gib: float) -> Path:
     folder = cached_assets_path("swarm", "adapters", what, assets_dir=constants.HF_ASSETS_CACHE)
     if all((folder / file).is_file() for file in ADAPTER_FILES):
         return folder
+    bound_hub_requests()
     fetched = folder / "fetched"
     try:
         info = HfApi().model_info(name, revision=revision or None, files_metadata=True, timeout=_TIMEOUT_S)

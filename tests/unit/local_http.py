@@ -1,13 +1,16 @@
 """A small HTTP server on loopback that answers as told and keeps what came."""
 
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Answer = Callable[[str, str, bytes], tuple[int, bytes] | tuple[int, bytes, dict[str, str]]]
 """(method, path, body) → (status, body as JSON or whatever was asked for, further headers)."""
+
+CUT_AFTER_BYTES = 1000
 
 
 @dataclass
@@ -19,11 +22,23 @@ class Received:
 
 
 @contextmanager
-def local_http(answer: Answer, content_type: str = "application/json") -> Iterator[Received]:
+def local_http(
+    answer: Answer, content_type: str = "application/json", *, cuts: Mapping[str, int] | None = None
+) -> Iterator[Received]:
+    """`cuts`: {path: how many requests to it are cut off after a part of their body}."""
+    cut = dict(cuts or {})
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def _respond(self) -> None:
+            if self.path in cut:
+                cut[self.path] -= 1
+                if cut[self.path] >= 0:
+                    self.rfile.read(CUT_AFTER_BYTES)
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
             body = self._body()
             received.requests.append((self.command, self.path, body))
             status, content, *headers = answer(self.command, self.path, body)

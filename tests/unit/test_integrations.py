@@ -4,25 +4,29 @@ import base64
 import gzip
 import json
 import shutil
+import socket
 import threading
+import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import yaml
+from huggingface_hub import constants, get_session
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.adapters.export import BaseName
 from swarm.config import Config, load
-from swarm.errors import ConfigError
-from swarm.integrations.hub import FIRST_PAUSE_S, LONGEST_PAUSE_S, HubPush
+from swarm.errors import ConfigError, NetworkError
+from swarm.integrations.hub import FIRST_PAUSE_S, LONGEST_PAUSE_S, HubPush, ModelRepository
 from swarm.integrations.model_card import model_card, trained_facts
 from swarm.integrations.open_sinks import open_sinks
 from swarm.integrations.sink import QueuedSink, scalars
+from swarm.machine.hub_requests import ANSWER_TIMEOUT_S, bound_hub_requests
 from swarm.machine.node_folder import NodeFolder
 from swarm.observability.metrics import read_rows
 from swarm.observability.tracing import Facts, traced, watch
@@ -347,14 +351,26 @@ def test_collector_that_is_gone_is_told_once(caplog: pytest.LogCaptureFixture, t
 # ── the hub ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Hub:
-    """The part of a hub's HTTP interface that a push of small files takes."""
+WEIGHTS = "adapter_model.safetensors"
+STORE = "/store"
 
-    def __init__(self) -> None:
+
+class Hub:
+    """The part of a hub's HTTP interface that a push takes."""
+
+    def __init__(self, *, has_store: bool = False) -> None:
+        """`has_store`: weights are put to a place of their own first, as on a real hub, and not into the commit."""
+        self._has_store = has_store
+        self.stored: list[bytes] = []
         self.status = 200
         self.created: dict[str, Any] = {}
         self.files: dict[str, bytes] = {}
         self.messages: list[str] = []
+        self.address = ""
+        """Of the server that answers so."""
+
+    def _mode(self, file: dict[str, Any]) -> str:
+        return "lfs" if self._has_store and file["path"] == WEIGHTS else "regular"
 
     def __call__(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         if self.status != 200:
@@ -366,8 +382,15 @@ class Hub:
             ).encode()
         if path.startswith("/api/models/me/adapter/preupload/"):
             asked = json.loads(body)["files"]
-            files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in asked]
+            files = [{"path": file["path"], "uploadMode": self._mode(file), "shouldIgnore": False} for file in asked]
             return 200, json.dumps({"files": files}).encode()
+        if path == "/me/adapter.git/info/lfs/objects/batch":
+            (item,) = json.loads(body)["objects"]
+            upload = {"upload": {"href": f"{self.address}{STORE}"}}
+            return 200, json.dumps({"transfer": "basic", "objects": [{**item, "actions": upload}]}).encode()
+        if path == STORE:
+            self.stored.append(body)
+            return 200, b"{}"
         if path.startswith("/api/models/me/adapter/commit/"):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
@@ -397,6 +420,44 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NodeFolder:
 def pushing(folder: NodeFolder, address: str, **more: str) -> Config:
     overrides = {"integrations.hub_repo": '"me/adapter"', "integrations.hub_endpoint": json.dumps(address), **more}
     return load([folder.config], {"integrations.hub_interval_rounds": "2", **overrides})
+
+
+@pytest.mark.parametrize(("num_cuts", "is_pushed"), [(1, True), (100, False)])
+def test_a_transfer_that_is_cut_is_tried_again_and_commits_nothing_before_all_has_arrived(
+    folder: NodeFolder, monkeypatch: pytest.MonkeyPatch, num_cuts: int, is_pushed: bool
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # between the client's tries
+    exported = folder.path / "out"
+    exported.mkdir()
+    (exported / WEIGHTS).write_bytes(bytes(range(256)) * 4000)
+    hub = Hub(has_store=True)
+    with local_http(hub, cuts={STORE: num_cuts}) as server:
+        hub.address = server.address
+        repository = ModelRepository("me/adapter", endpoint=server.address)
+        with (
+            nullcontext()
+            if is_pushed
+            else pytest.raises(NetworkError, match="the hub must be reachable, got me/adapter")
+        ):
+            repository.push(exported, "Round 2")
+    assert hub.messages == (["Round 2"] if is_pushed else [])
+    assert hub.stored == ([(exported / WEIGHTS).read_bytes()] if is_pushed else [])
+
+
+def test_a_hub_that_takes_a_connection_and_never_answers_is_not_waited_for(
+    folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # between the client's tries
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        repository = ModelRepository("me/adapter", endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        bound_hub_requests(0.05)
+        try:
+            with pytest.raises(NetworkError, match=r"the hub must be reachable, got me/adapter: .*Timeout"):
+                repository.check(lambda _: False)
+        finally:
+            bound_hub_requests()
+    assert get_session().timeout.read == ANSWER_TIMEOUT_S
 
 
 def test_push_holds_adapter_and_card_and_is_private(folder: NodeFolder) -> None:

@@ -292,6 +292,25 @@ def test_a_device_that_is_not_there_is_refused(device: str, monkeypatch: pytest.
         resolve_device(device)
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with …", 46),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+    ],
+)
+def test_a_gpu_that_is_busy_is_told_with_what_to_do(reason: RuntimeError, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, device: torch.device) -> None:
+        raise reason
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(
+        PolicyError, match=r"cuda must be free for this process, got: CUDA [^\n]*nvidia-smi[^\n]*= cpu$"
+    ):
+        resolve_device("cuda")
+
+
 def test_the_bundled_policy_loads_and_is_small():
     policy = load("bundled")
     assert sum(p.numel() for n, p in policy.model.named_parameters() if "lora_" not in n) <= 2_000_000

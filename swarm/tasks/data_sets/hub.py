@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.errors import TaskError
+from swarm.machine.hub_requests import bound_hub_requests
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def _info(name: str, revision: str) -> Any:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    bound_hub_requests()
     try:
         return HfApi().dataset_info(name, revision=revision or None, files_metadata=True, timeout=_TIMEOUT_S)
     except (HfHubHTTPError, HFValidationError):
