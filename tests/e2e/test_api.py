@@ -38,19 +38,14 @@ def test_a_node_learns_goes_on_answers_and_is_saved(tmp_path: Path) -> None:
     assert [done.number for done in first] == [1, 2]
     assert all(0 <= done.reward <= 1 and done.own_groups <= 2 and done.swarm_groups == 0 for done in first)
 
-    async def cell_of_a_notebook() -> list[swarm.Round]:
-        """A loop runs already."""
-        return list(node.run(rounds=1))
-
-    assert [done.number for done in asyncio.run(cell_of_a_notebook())] == [3]
     records = node.metrics()
-    assert [row["round"] for row in records] == [1, 2, 3] == [*range(1, node.num_rounds + 1)]
+    assert [row["round"] for row in records] == [1, 2] == [*range(1, node.num_rounds + 1)]
     assert records[0]["rollout/reward_mean"] == first[0].reward == first[0].metrics["rollout/reward_mean"]
 
     policy = node.policy
     answers = policy.sample("2 + 2 = ", n=3, seed=5, max_new_tokens=4)
     assert (
-        policy.round == 3 and len(answers) == 3 and answers == policy.sample("2 + 2 = ", n=3, seed=5, max_new_tokens=4)
+        policy.round == 2 and len(answers) == 3 and answers == policy.sample("2 + 2 = ", n=3, seed=5, max_new_tokens=4)
     )
     assert len({*policy.sample("2 + 2 = ", n=2, temperature=0)}) == 1
     assert json.loads((policy.save(tmp_path / "adapter") / "adapter_config.json").read_text())["peft_type"] == "LORA"
@@ -58,22 +53,13 @@ def test_a_node_learns_goes_on_answers_and_is_saved(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="adapter"):
         policy.save(tmp_path / "adapter")
 
-    again = list(node.run(rounds=1, fresh=True))
-    assert [done.number for done in again] == [1] and [row["round"] for row in node.metrics()] == [1]
+    async def cell_of_a_notebook() -> list[swarm.Round]:
+        """A loop runs already."""
+        return list(node.run(rounds=1, fresh=True))
+
+    assert [done.number for done in asyncio.run(cell_of_a_notebook())] == [1]
+    assert [row["round"] for row in node.metrics()] == [1]
     assert (tmp_path / "node" / "previous-001").is_dir()
-
-
-@pytest.mark.timeout(120)
-def test_a_loop_that_is_left_ends_the_node_in_good_order(tmp_path: Path) -> None:
-    node = node_in(tmp_path / "node")
-    started = psutil.Process()
-    for done in node.run():
-        running = [one for one in started.children(recursive=True) if "run" in one.cmdline()]
-        assert done.number == 1 and running
-        break
-    assert not any(one.is_running() for one in running)
-    assert [done.number for done in node.run(rounds=1)] == [node.num_rounds]
-    assert "end" in [json.loads(line)["kind"] for line in (node.folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.timeout(120)
@@ -174,9 +160,9 @@ def test_a_cell_that_is_interrupted_goes_on_when_it_runs_again(tmp_path: Path) -
         done = last_round(tmp_path)
         assert run(call.replace("ROUNDS", str(done + 1))) == "ok"
         assert last_round(tmp_path) == done + 1 and f"done {done + 1} True" in "".join(told)
-        loop = "for done in trained.node.run():\n    raise ValueError"
-        assert run(loop) == run(loop) == "ValueError", "the traceback keeps the first loop, and its node"
-        assert run("[done.number for done in trained.node.run(rounds=1)]") == "ok"
+        assert run("for done in trained.node.run():\n    raise ValueError") == "ValueError"
+        code = "[done.number for done in trained.node.run(rounds=1)]"
+        assert run(code) == "ok", "the traceback keeps the first loop, and its node"
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
@@ -204,20 +190,24 @@ def test_the_notebook_runs_again_with_outputs_of_the_same_shape(tmp_path: Path) 
 
 
 @pytest.mark.timeout(200)
-def test_a_folder_belongs_to_one_program_at_a_time_and_to_the_newest_loop_of_it(tmp_path: Path) -> None:
-    node = node_in(tmp_path / "node")
+def test_a_loop_that_is_left_ends_its_node_and_a_folder_has_one_program_at_a_time(tmp_path: Path) -> None:
+    sections = {"node": {"dir": str(tmp_path / "node"), "seed": 3, "duty_cycle": 0.1}}
+    node = node_in(tmp_path / "node", **sections)
+    started = psutil.Process()
+    for done in node.run():
+        running = [one for one in started.children(recursive=True) if "run" in one.cmdline()]
+        assert done.number == 1 and running
+        break
+    assert not any(one.is_running() for one in running)
+    assert "end" in [json.loads(line)["kind"] for line in (node.folder / "metrics.jsonl").read_text().splitlines()]
     loop = node.run()
-    assert next(loop).number == 1
-    again = node_in(tmp_path / "node").run(rounds=1)  # as a cell that is run again makes it
-    assert [done.number for done in again] == [node.num_rounds]
-    assert list(loop) == [], "it was closed"
-    held = node.run()
-    next(held)
-    settings = SMALL | {"node": {"dir": str(node.folder), "seed": 3}}
-    script = f"import swarm\nlist(swarm.Node.from_config(**{settings}).run(rounds=1))"
+    assert next(loop).number == node.num_rounds == 2, "it goes on"
+    script = f"import swarm\nlist(swarm.Node.from_config(**{SMALL | sections}).run(rounds=1))"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert "IdentityError" in ended.stderr and "in use" in ended.stderr
-    held.close()
+    again = node_in(tmp_path / "node", **sections).run(rounds=1)  # as a cell that is run again makes it
+    assert [done.number for done in again] == [node.num_rounds]
+    assert list(loop) == [], "it was closed"
 
 
 @pytest.mark.timeout(300)

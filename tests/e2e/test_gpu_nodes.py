@@ -20,6 +20,7 @@ PATIENCE_S = 240.0
 SETTINGS = (
     "--node.device", "cpu", "--node.dir", "mine", "--evaluation.tasks_per_source", "0",
     "--network.listen", '["/ip4/127.0.0.1/tcp/0"]', "--network.poll_interval_s", "0.2", "--checkpoint.interval_rounds", "1",
+    "--rollouts.groups_per_round", "4", "--node.duty_cycle", "0.3",  # nothing here needs more
 )  # fmt: skip
 
 
