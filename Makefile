@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick unit test check vllm mutants format lint types security audit docs house lock setup clean
+.PHONY: help demo quick test check vllm lmeval mutants format lint types security audit docs house lock setup clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -27,15 +27,15 @@ demo: $(INSTALLED)  ## A swarm of four nodes that learn from each other, on this
 quick: $(READY) format lint types  ## While you work: format, lint, types and the quick unit tests, in about a minute
 	$(BIN)/python -m pytest -n $(WORKERS) --timeout 60 $$($(BIN)/python -m tests.quick)
 
-unit: $(READY)  ## Unit tests and fuzzing: between five and six minutes
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/unit tests/fuzz
+TESTS ?= tests/swarm tests/unit tests/fuzz
+test: $(READY)  ## Unit tests, fuzzing, and swarms in one process: under six minutes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone" $(TESTS)
 
-# Those that take long come first; those whose deadlines bear no load run one after the other.
-test: $(READY)  ## All tests, with whole swarms in one process, in processes and in network namespaces: about twelve minutes
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone" tests/e2e tests/swarm tests/unit tests/fuzz
+# What takes long comes first; tests whose deadlines bear no load run one after the other.
+check: $(READY)  ## All checks: also format, types, security, documentation, swarms of real processes and namespaces. CI runs it
+	@$(MAKE) --no-print-directory -j 2 format lint types security audit docs
+	@$(MAKE) --no-print-directory test TESTS="tests/e2e $(TESTS)"
 	$(BIN)/python -m pytest -m alone tests/e2e
-
-check: $(READY) format lint types security audit docs test  ## Format, lint, types, security, documentation, all tests: what CI runs
 
 VLLM ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 VLLM_VENV := .venv-vllm
@@ -45,6 +45,14 @@ vllm:  ## vLLM in .venv-vllm, for a GPU where there is one (VLLM=cuda or cpu), a
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --require-hashes \
 		-r requirements-vllm.lock -r requirements-vllm-$(VLLM).lock
 	$(VLLM_VENV)/bin/python -m pytest --timeout 900 tests/unit/test_engine_contract.py tests/unit/test_vllm_engine.py
+
+LM_EVAL_VENV := .venv-lm-eval
+# It asks for some thirty further packages, so it has an environment of its own, with the versions of the locks.
+lmeval:  ## lm-eval in .venv-lm-eval, and the test that measures an exported policy with it
+	@$(MAKE) --no-print-directory setup VENV=$(LM_EVAL_VENV)
+	@grep -ohE '^[A-Za-z0-9._-]+==[^ ;\\]+' requirements.lock requirements-dev.lock requirements-torch.lock >$(LM_EVAL_VENV)/pins.txt
+	@$(LM_EVAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(LM_EVAL_VENV)/pins.txt "lm_eval[hf]==0.4.13"
+	$(LM_EVAL_VENV)/bin/python -m pytest tests/e2e/test_use_a_policy.py -k lm_eval
 
 SEED ?= 1
 SAMPLE ?= 60
@@ -101,4 +109,4 @@ $(READY): $(INSTALLED) requirements-dev.lock
 	@touch $(READY)
 
 clean:  ## Remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis site
+	rm -rf $(VENV) $(VLLM_VENV) $(LM_EVAL_VENV) .pytest_cache .ruff_cache .hypothesis site
