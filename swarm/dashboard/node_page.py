@@ -99,7 +99,7 @@ class NodePage:
 
     def show_status(self, status: Mapping[str, Any]) -> None:
         """A NodeStatus as a dict, every few seconds."""
-        public = {name: value for name, value in status.items() if name not in ("peers", "pid")}
+        public = {name: value for name, value in status.items() if name not in ("peers", "pid", "failure")}
         self._status = shown({**public, "stages": self._stages()})
         self._peers = shown(status.get("peers") or [])
         if self._feed.num_clients:

@@ -151,6 +151,9 @@ class Node:
         """
         obey_stop_signals(self._on_signal)
         if not await self.run():  # a thread is inside a long computation: leave it, the last checkpoint stands
+            saved = CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep).newest_round()
+            what = "nothing was saved yet" if saved is None else f"round {saved} is saved"
+            logger.info("stopped; %s; go on: swarm run %s", what, self.folder.config)
             logging.shutdown()
             os._exit(_INTERRUPTED)
 
@@ -171,7 +174,7 @@ class Node:
             stack.callback(self.pool.close)
             stack.callback(self._sandboxed_verifier.close)
             stack.callback(self._save_reputation)
-            stack.push_async_callback(self._report.stop)
+            stack.push_async_exit(self._end_report)
             if self._driver is not None:
                 stack.callback(self._driver.close)
             await self._report.start()
@@ -196,6 +199,11 @@ class Node:
                 controls=self.controls,
             )
             return await self._compute(run, tasks)
+
+    async def _end_report(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, Exception):
+            self._report.fail(error)
+        await self._report.stop()
 
     async def _start(self) -> _Loaded | None:
         """Bring network and policy up; None where a stop was asked for meanwhile."""

@@ -199,6 +199,7 @@ class NodeReport:
         """`network`: None for a node without one. `page` shows, and `sinks` receive, every row, too."""
         self.phase = "starting"
         """As in `NodeStatus`."""
+        self._failure = ""
         self._folder = folder
         self._identity = identity
         self._network = network
@@ -242,6 +243,10 @@ class NodeReport:
             self._log.close()
             for sink in self._sinks:
                 await asyncio.to_thread(sink.close)
+
+    def fail(self, error: Exception) -> None:
+        """Let the last status say which error ended the node."""
+        self.phase, self._failure = "failed", " ".join(str(error).split()) or type(error).__name__
 
     async def refresh(self) -> None:
         """Count the peers and rewrite the status file."""
@@ -297,6 +302,7 @@ class NodeReport:
             num_connected=self._num_peers if self._network else None,
             last_round_at=self._last_round_at,
             written_at=time.time(),
+            failure=self._failure,
         )
         if self._page is not None:
             self._page.show_status(asdict(status))

@@ -19,7 +19,7 @@ from typing import Any
 
 from swarm.errors import NodeNotRunningError
 from swarm.machine.safe_files import read_json, replace_file
-from swarm.observability.plain_text import for_how_long
+from swarm.observability.plain_text import for_how_long, plain
 
 SILENT_AFTER_S = 30.0
 """After so long without a new file the process is blocked, frozen or gone: it writes one every two seconds."""
@@ -27,6 +27,7 @@ _CLOCK_STEP_S = 60.0
 """That the machine's clock may have been set by between two looks."""
 _NAME_PART = re.compile(r"(\D*)(\d*)")
 _MAX_NAMES = 4
+_MAX_FAILURE = 400
 _MAX_BYTES = 4 << 20
 _MAX_PID = 1 << 31
 _MAX_NUMBER = 1e15
@@ -37,7 +38,7 @@ _KINDS: dict[str, Any] = {
     "peer_id": str, "peer_name": str, "pid": int, "started_at": _NUMBER, "phase": str, "http_port": (int, type(None)),
     "addresses": list, "round": int, "policy_version": int, "last_round": dict, "final_merge": dict, "peers": list,
     "contribution": dict, "command": str, "stuck": list, "num_connected": (int, type(None)), "last_round_at": _NUMBER,
-    "written_at": _NUMBER,
+    "written_at": _NUMBER, "failure": str,
 }  # fmt: skip
 """What each field of the file may be in JSON."""
 _INNER_KINDS: dict[str, type] = {"addresses": str, "peers": dict, "stuck": str}
@@ -53,8 +54,8 @@ class NodeStatus:
     started_at: float
     """Seconds since the epoch."""
     phase: str
-    """starting, evaluating, learning, merging, serving or ended; of a node that learns also sharing paused, training paused,
-    or paused, which is both."""
+    """starting, evaluating, learning, merging, serving, ended, or failed, which `failure` explains; of a node that learns also
+    sharing paused, training paused, or paused, which is both."""
     http_port: int = 0
     addresses: tuple[str, ...] = ()
     """Multiaddresses that others can pass as initial peers."""
@@ -78,6 +79,8 @@ class NodeStatus:
     """When the last round ended, in seconds since the epoch; 0 before the first one."""
     written_at: float = 0.0
     """When this was written, in seconds since the epoch. A node writes it every few seconds."""
+    failure: str = ""
+    """The error that ended it, in one line."""
     command: str = ""
     """Which command it is: stage or bootstrap; empty for a node. Never a whole command line: whoever wrote the file would choose
     what a person types."""
@@ -96,7 +99,7 @@ class NodeStatus:
         except PermissionError:
             return True
         is_silent = self.written_at and time.time() - self.written_at > SILENT_AFTER_S
-        return self.phase != "ended" and not (is_silent and _began_after(self.pid, self.started_at))
+        return self.phase not in ("ended", "failed") and not (is_silent and _began_after(self.pid, self.started_at))
 
 
 def _began_after(pid: int, time_s: float) -> bool:
@@ -226,6 +229,8 @@ def _how_it_ended(status: NodeStatus, now: float) -> str:
     ago = f", {for_how_long(now - status.written_at)} ago" if status.written_at else ""
     if status.phase == "ended":
         return f"it ended after round {status.round}{ago}"
+    if status.phase == "failed":
+        return f"it ended with an error after round {status.round}{ago}: {plain(status.failure)[:_MAX_FAILURE]}"
     return f"process {status.pid} ended without a word after round {status.round}{ago}"
 
 

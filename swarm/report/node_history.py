@@ -26,7 +26,7 @@ _KEPT = (
     "merge/drift", "merge/lag_steps", "merge/last_step_s",
 )  # fmt: skip
 """Numbers and names that are kept of every round; of the last one all is kept."""
-_KEPT_OF_EVALUATION = ("round", "phase", "accuracy_mean", "accuracy")
+_KEPT_OF_EVALUATION = ("round", "phase", "accuracy_mean", "accuracy", "num_tasks")
 
 _COUNTERS = (
     "exchange/bytes_sent",
@@ -142,7 +142,9 @@ class NodeHistory:
             drop_from(rows, number)
             for earlier in rows[-1:]:  # only the last one tells of each source
                 earlier.pop("accuracy", None)
-            rows.append({key: row[key] for key in _KEPT_OF_EVALUATION})
+            rows.append(
+                {"num_tasks": 0} | {key: row[key] for key in _KEPT_OF_EVALUATION if key in row or key != "num_tasks"}
+            )
         elif kind == "round":
             self.end = None
             self._count(row)

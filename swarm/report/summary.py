@@ -1,16 +1,20 @@
-"""The result of a testbed per node: the table at its end and summary.json."""
+"""What a run has learned: the last lines of one node, and of a testbed the table per node and summary.json."""
 
 import json
+import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 
 from rich.table import Table
 from rich.text import Text
 
+from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import SHARED, replace_file
 from swarm.report.live_table import SMOOTHING_ROUNDS, NodeView
+from swarm.report.node_history import MetricsRow, NodeHistory
 
 _MAX_NODE_COLUMNS = 4
 
@@ -79,6 +83,45 @@ def summarize(view: NodeView) -> NodeSummary:
         solo_steps=row.get("merge/solo_steps_total"),
         final_places=(history.final_merge or {}).get("final/places"),
     )
+
+
+def last_words(folder: Path) -> list[str]:
+    """What a person wants to know of a node that has ended: what it learned, from what, and how to go on. Empty without a round.
+
+    Raises OSError where its metrics.jsonl cannot be read.
+    """
+    history = NodeHistory(NodeFolder(folder).metrics)
+    history.refresh()
+    if not history.rounds:
+        return []
+    rewards, place = history.rewards, shlex.quote(str(folder))
+    window = min(SMOOTHING_ROUNDS, max(1, len(rewards) // 2))
+    start, end = history.accuracy("start"), history.accuracy("end", "interval")
+    row = history.last_round
+    learned = [
+        f"  sampled answers   reward {_spread(rewards[:window])} → {_spread(rewards[-window:])}, in the first and the last "
+        f"{window} of {len(rewards)} rounds",
+        f"  held-out tasks    reward {_with_error(start)} → {_with_error(end)}" if start and end else "",
+        f"  trained on        {row.get('train/own_groups_total', 0)} own groups and "
+        f"{row.get('train/swarm_groups_total', 0)} of others",
+    ]
+    return [
+        f"what {place} has learned by round {history.round}:",
+        *(line for line in learned if line),
+        f"  go on             swarm run {shlex.quote(str(folder / 'config.toml'))}",
+        f"  measure           swarm eval --dir {place}",
+        f"  take it out       swarm export OUT --dir {place}",
+    ]
+
+
+def _spread(rewards: Sequence[float]) -> str:
+    return f"{fmean(rewards):.2f} ± {pstdev(rewards):.2f}"
+
+
+def _with_error(evaluation: MetricsRow) -> str:
+    """With the largest standard error that the mean of so many rewards within [0, 1] can have."""
+    mean, num_tasks = evaluation["accuracy_mean"], evaluation["num_tasks"]
+    return f"{mean:.2f} ± {math.sqrt(mean * (1 - mean) / num_tasks):.2f}" if num_tasks > 0 else f"{mean:.2f}"
 
 
 def write_summary(summaries: Sequence[NodeSummary], path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from swarm.errors import NodeNotRunningError
 from swarm.report.run_report import write_report
+from swarm.report.summary import last_words
 from swarm.report.svg_curves import Curve, smooth, svg_curves, ticks
 from tests.unit.fake_node import end_row, evaluation_row
 from tests.unit.page_factory import merge_entries, round_row, status
@@ -132,3 +133,21 @@ def test_ticks_are_round_and_within() -> None:
 
 def test_smoothing_is_the_mean_of_the_last_known_ones() -> None:
     assert smooth([1.0, 3.0, None, 5.0], 2) == [1.0, 2.0, None, 5.0]
+
+
+def test_the_last_words_of_a_run_say_what_it_learned_and_how_to_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    assert last_words(folder) == []
+    rewards = [0.0, 0.2, 0.4, 0.8]
+    start, end = (
+        evaluation_row(number, phase, 0.5) | {"num_tasks": 25} for number, phase in ((0, "start"), (4, "end"))
+    )
+    rng = random.Random(1)
+    rounds = [round_row(number, rng) | {"rollout/reward_mean": reward} for number, reward in enumerate(rewards, 1)]
+    rows = [start, *rounds, end, end_row(4)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    told = "\n".join(last_words(folder))
+    assert "by round 4" in told and "reward 0.10 ± 0.10 → 0.60 ± 0.20, in the first and the last 2 of 4 rounds" in told
+    assert "reward 0.50 ± 0.10 → 0.50 ± 0.10" in told
+    assert f"swarm run '{folder}/config.toml'" in told and f"swarm export OUT --dir '{folder}'" in told

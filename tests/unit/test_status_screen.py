@@ -64,6 +64,7 @@ LEFT = UNTAKEN | {"last_taken_at": NOW - 90, "last_taken_by": "x"}
         ({"phase": "starting", "last_round": {}, "started_at": NOW, "written_at": NOW - 400}, Word.starting, "loading"),
         ({"phase": "evaluating", "last_round": {}}, Word.starting, "evaluating"),
         ({"phase": "ended"}, Word.not_running, "ended after round 5"),
+        ({"phase": "failed", "failure": "lr must be > 0"}, Word.not_running, ": lr must be > 0"),
         ({"pid": 2**22 + 1}, Word.not_running, "ended without a word after round 5"),
         ({"phase": "serving"}, Word.serving, "for others"),
         ({"phase": "sharing paused"}, Word.paused, "sharing paused until somebody resumes"),
@@ -119,7 +120,7 @@ def test_the_fullest_status_fits_on_one_screen(tmp_path: Path) -> None:
     full = status_of(
         now, last_round=row, addresses=(f"/ip4/192.168.1.100/tcp/38000/p2p/{PEER['peer_id']}",) * 3, http_port=9000,
         final_merge={"final/places": 4, "final/replicas": 3, "final/is_taken": 1},
-        contribution=status_of(now).contribution | {"advice": advice},
+        contribution=status_of(now).contribution | {"advice": advice}, written_at=now + 600,  # however slow this machine is
     )  # fmt: skip
     full.write(tmp_path / "status.json")
     (tmp_path / "crash-20260131-120000.txt").write_text("x")

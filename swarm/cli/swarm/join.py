@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarm.cli.arguments import given_layers, prepare_imports, stay_off_hubs, take_first
-from swarm.cli.node.run import GPUS_HELP, run_on_gpus
+from swarm.cli.node.run import GPUS_HELP, run_on_gpus, run_to_the_end
 from swarm.errors import ConfigError, PreflightError, SwarmError
 from swarm.observability.plain_text import plain
 
@@ -134,10 +134,7 @@ def join(
         print(dump_toml(config, origin), end="")
         return
     take_up(config)
-    from swarm.cli.swarm.passphrase import unlock
-    from swarm.node.process import run_node
-
-    run_node(config, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
+    run_to_the_end(config, fresh=fresh, end_when_stuck=end_when_stuck)
 
 
 def introduce(manifest: "Manifest", *, is_known: bool) -> None:
