@@ -127,15 +127,24 @@ class Curves:
     """{label: (x, y)}"""
 
 
+_NUM_COLOURS = 10
+_LINE_STYLES = ("-", "--", ":")
+
+
 def plot(curves: Sequence[Curves]) -> bytes:
     """PNG with the axes side by side. Raises SwarmError where matplotlib is not installed."""
     figure, axes = new_figure(len(curves))
     for axis, drawn in zip(axes, curves, strict=True):
-        for label, (x, y) in drawn.lines.items():
-            axis.plot(x, y, label=label)
+        for number, (label, (x, y)) in enumerate(drawn.lines.items()):
+            axis.plot(x, y, label=label, linestyle=_LINE_STYLES[number // _NUM_COLOURS % len(_LINE_STYLES)])
         axis.set_title(drawn.title, loc="left", fontsize=10)
         axis.set(xlabel=drawn.x_label, ylabel=drawn.y_label)
-        axis.legend(fontsize=8, frameon=False, loc="best")
+    if all(list(drawn.lines) == list(curves[0].lines) for drawn in curves):
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside right center")
+    else:
+        for axis in axes:
+            axis.legend(fontsize=8, frameon=False, loc="best")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
