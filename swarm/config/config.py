@@ -103,6 +103,14 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _without_a_network_nothing_is_shared(cls, data: Any) -> Any:
+        network, sharing = (data.get(name, {}) for name in ("network", "sharing")) if is_mapping(data) else (None, None)
+        if is_mapping(network) and network.get("backend") == "off" and is_mapping(sharing):
+            return {**data, "sharing": {"swarm_groups": 0, "publish": False, **sharing}}
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
     def _tasks_of_a_manifest_are_sandboxed(cls, data: Any) -> Any:
         """This holds for a configuration that was written when there was no sandbox yet, too."""
         swarm, tasks = (data.get(name) for name in ("swarm", "tasks")) if is_mapping(data) else (None, None)

@@ -29,6 +29,7 @@ from swarm.admission.copies import CopyWatch
 from swarm.admission.reward_verifier import RewardVerifier
 from swarm.config import Config, dump_toml
 from swarm.dashboard.node_page import NodePage
+from swarm.errors import TaskError
 from swarm.integrations.open_sinks import open_sinks
 from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import replace_file
@@ -245,6 +246,8 @@ class Node:
         if self.config.node.threads:
             torch.set_num_threads(self.config.node.threads)
         mixture = TaskMixture(self.config.tasks)
+        if mixture.broken and not self.config.swarm.id:  # of a manifest, others may draw tasks that do not work here
+            raise TaskError("every task source of a configuration must work, got " + "; ".join(mixture.broken.values()))
         self._page.rollouts.show_prompts(mixture.prompt_of)
         logger.info("loading policy %s", self.config.policy.base)
         config = fitted_to_base(self.config)

@@ -25,7 +25,7 @@ import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -201,6 +201,7 @@ class ReasoningGymSource:
             raise TaskError(
                 f"parameters must be such that {config.name} accepts them, got {config.parameters}: "
                 f"{str(error) or type(error).__name__}; set tasks.sources.parameters of {config.source_name!r}"
+                f"{_known_parameters(config)}"
             ) from None
 
     @property
@@ -325,6 +326,12 @@ def _modules_of_data_sets() -> dict[str, str]:
 
 def _check_declared(config: TaskSourceSection) -> None:
     check_declared(declared_by_class(import_library().factory.DATASETS[config.name][1]), config.parameters)
+
+
+def _known_parameters(config: TaskSourceSection) -> str:
+    """For a person who has given one that does not exist: those that do. `size` and `seed` are not theirs to set."""
+    known = {one.name for one in fields(import_library().factory.DATASETS[config.name][1])} - {"size", "seed"}
+    return "" if known >= config.parameters.keys() else f"; it knows {', '.join(sorted(known))}"
 
 
 def _check_name(name: str) -> None:

@@ -47,6 +47,13 @@ def test_override_is_a_toml_value_or_plain_text(key: str, text: str, expected: o
     assert value == expected
 
 
+def test_without_a_network_nothing_is_shared_and_a_setting_that_says_otherwise_is_refused() -> None:
+    alone = load([], {"network.backend": "off"}).sharing
+    assert (alone.swarm_groups, alone.publish) == (0, False)
+    with pytest.raises(ConfigError, match="sharing.swarm_groups must be 0 with network.backend off, got 3"):
+        load([], {"network.backend": "off", "sharing.swarm_groups": "3"})
+
+
 @pytest.mark.parametrize(
     ("key", "text", "told"),
     [
@@ -71,7 +78,6 @@ def test_override_is_a_toml_value_or_plain_text(key: str, text: str, expected: o
         ),
         ("training.advantage", '"grop"', "got 'grop'; set training.advantage to 'grpo'"),
         ("tasks.sources", '[{name="gcd", kind="reasoninggym"}]', "set tasks.sources.0.kind to 'reasoning_gym'"),
-        ("network.backend", '"off"', "sharing.swarm_groups must be 0"),
         ("swarm.name", '"a b"', "swarm.name"),
         ("merging.final", "true", "merging.final needs merging.enabled = true, got false"),
         ("merging.final_at", "1e9", "merging.final_at needs merging.enabled = true, got false"),

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.config import TaskSourceSection, TasksSection
-from swarm.errors import TaskError
+from swarm.config import TaskSourceSection, TasksSection, load
+from swarm.errors import PolicyError, TaskError
+from swarm.node.process import run_node
 from swarm.tasks.held_out import HeldOut
 from swarm.tasks.task_cursor import MAX_CONSECUTIVE_FAILURES, TaskCursor
 from swarm.tasks.task_mixture import TaskMixture, training_seed
@@ -110,6 +111,20 @@ def test_a_broken_source_is_left_out_with_its_reason(caplog: pytest.LogCaptureFi
     assert list(mixture.sources) == ["sums"]
     assert "did you mean gcd?" in mixture.broken["gdc"]
     assert "gdc" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("swarm_id", "kind", "told"),
+    [("", TaskError, "must work, got .*did you mean gcd"), ("ab" * 16, PolicyError, "no-model")],
+)
+def test_a_node_ends_over_its_own_broken_source_and_bears_one_of_a_manifest(
+    tmp_path: Path, swarm_id: str, kind: type[Exception], told: str
+) -> None:
+    sources = '[{name = "gdc"}, {name = "gcd"}]'
+    chosen = {"swarm.id": swarm_id, "tasks.sources": sources, "policy.base": str(tmp_path / "no-model")}
+    config = load([], {"node.dir": str(tmp_path / "node"), "network.backend": "off", **chosen})
+    with pytest.raises(kind, match=told):
+        run_node(config)
 
 
 def test_no_working_source_is_an_error_that_names_every_reason(tmp_path: Path) -> None:

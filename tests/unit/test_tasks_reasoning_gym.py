@@ -139,6 +139,10 @@ def test_prompts_do_not_depend_on_the_hash_seed_of_the_process() -> None:
         (TaskSourceSection(name="chain_sums"), "did you mean chain_sum?"),
         (TaskSourceSection(name="qqq"), "DATASETS"),
         (TaskSourceSection(name="gcd", parameters={"max_valeu": 3}), "max_valeu"),
+        (
+            TaskSourceSection(name="gcd", parameters={"max_valeu": 3}),
+            "it knows max_numbers, max_value, min_numbers, min_value",
+        ),
         (TaskSourceSection(name="gcd", parameters={"min_value": 5, "max_value": 2}), "max_value must be"),
         (TaskSourceSection(name="gcd", parameters={"seed": 3}), "seed"),
         (TaskSourceSection(name="gcd", parameters={"max_value": {1, 2}}), "numbers, texts, lists or tables"),
