@@ -26,6 +26,8 @@ def run_node(
     keep_heaps_small()
     close_to_others()
     folder = NodeFolder(config.node.dir, config.node.identity)
+    if not folder.identity.exists():
+        _check_first_start(config)
     folder.create()
     with IdentityLock(folder.path) as lock:
         identity = identities.load_or_create(folder.identity, unlock)
@@ -38,3 +40,14 @@ def run_node(
             end = crashes.end_stuck if end_when_stuck else None
             watchdog = Watchdog(time.monotonic, stacks=crashes.stacks, end=end)
             asyncio.run(Node(config, folder, identity, watchdog=watchdog).run_until_signal())
+
+
+def _check_first_start(config: Config) -> None:
+    """Raise PolicyError for a base or device that cannot be had, before there is an identity or anything else on disk."""
+    from swarm.policy.base_folder import check_obtainable
+
+    check_obtainable(config.policy.base, config.policy.revision, config.policy.max_download_gib)
+    if config.node.device != "auto":
+        from swarm.policy.device import resolve_device  # torch
+
+        resolve_device(config.node.device)

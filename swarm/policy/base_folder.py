@@ -296,6 +296,14 @@ def _check_indices(folder: Path) -> None:
             )
 
 
+def check_obtainable(base: str, revision: str | None, max_download_gib: float) -> None:
+    """Raise PolicyError for a base that is not at hand and cannot be downloaded. Downloads nothing."""
+    if _folder_here(base, revision) is not None or _looks_like_path(base):
+        locate_base(base, revision)
+    elif base_at_hand(base, revision) is None:
+        check_size(base, download_bytes(base, revision), max_download_gib)
+
+
 def base_at_hand(base: str, revision: str | None) -> Path | None:
     """Return the folder of a base that loads without the network, or None. Downloads nothing, raises nothing."""
     folder = _folder_here(base, revision)

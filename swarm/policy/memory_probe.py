@@ -36,6 +36,8 @@ _CHUNK_TOKENS = 8
 """Tokens of a chunk of logits while measuring, so that logits hide nothing else."""
 _ADAPTER_COPIES = 3
 """Gradient and two moments of AdamW, in float32."""
+_KEPT_BYTES_PER_TOKEN = 64
+"""An id, a log-prob and the text of a token, as Python objects."""
 _SHARE = 0.5
 """Part of the free memory that the chosen micro-batch may need."""
 _MOST_TOKENS = {"cpu": DEFAULT_TOKENS}
@@ -124,6 +126,7 @@ def probe_memory(
     must fit into what rollouts may use (`rollout_share`). `available_bytes` defaults to the free memory of the device.
     Weights, gradients and random state stay as they are. Raises MemoryBudgetError with the value that would fit.
     """
+    _check_round(rollouts, free_bytes(torch.device("cpu")) if available_bytes is None else available_bytes)
     available = (free_bytes(policy.device) if available_bytes is None else available_bytes) - held_bytes
     longest = policy.config.max_prompt_tokens, rollouts.max_new_tokens
     length = sum(longest)
@@ -155,6 +158,19 @@ def probe_memory(
         tokens, need.training_bytes / 1e9, need.rollout_bytes / 1e9, available / 1e9,
     )  # fmt: skip
     return need
+
+
+def _check_round(rollouts: RolloutsSection, available: int) -> None:
+    """Raise MemoryBudgetError where the answers of one round, which are kept to its end, do not fit at their full length."""
+    size = rollouts.largest_group if rollouts.sizes_differ else rollouts.group_size
+    num_answers = rollouts.groups_per_round * size
+    need = num_answers * rollouts.max_new_tokens * _KEPT_BYTES_PER_TOKEN
+    if need > available:
+        raise MemoryBudgetError(
+            f"the answers of one round must fit into the memory, got {num_answers:,} answers of up to {rollouts.max_new_tokens} "
+            f"tokens, which need {need / 1e9:,.0f} GB, and {available / 1e9:.1f} GB are free; lower rollouts.groups_per_round "
+            "or rollouts.group_size"
+        )
 
 
 def rollout_share(available_bytes: int) -> int:

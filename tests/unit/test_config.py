@@ -50,7 +50,7 @@ def test_override_is_a_toml_value_or_plain_text(key: str, text: str, expected: o
 def test_without_a_network_nothing_is_shared_and_a_setting_that_says_otherwise_is_refused() -> None:
     alone = load([], {"network.backend": "off"}).sharing
     assert (alone.swarm_groups, alone.publish) == (0, False)
-    with pytest.raises(ConfigError, match="sharing.swarm_groups must be 0 with network.backend off, got 3"):
+    with pytest.raises(ConfigError, match=r"sharing\.swarm_groups must be 0 with network\.backend off, got 3"):
         load([], {"network.backend": "off", "sharing.swarm_groups": "3"})
 
 

@@ -137,6 +137,13 @@ def test_rollouts_that_do_not_fit_name_their_own_setting(make_policy: MakePolicy
         need(policy, batch=65536, available=enough_for_training)
 
 
+def test_a_round_whose_answers_do_not_fit_is_refused_with_an_estimate(make_policy: MakePolicy):
+    rollouts = RolloutsSection(groups_per_round=10**6, group_size=1000, max_new_tokens=1000)
+    told = r"got 1,000,000,000 answers of up to 1000 tokens, which need 64,000 GB, .* lower rollouts\.groups_per_round"
+    with pytest.raises(MemoryBudgetError, match=told):
+        probe_memory(make_policy(), rollouts, TrainingSection(), answer_bytes=1)
+
+
 def test_answers_that_wait_for_memory_need_half_of_it_and_room_for_one(make_policy: MakePolicy):
     policy = make_policy()
     length = policy.config.max_prompt_tokens + 8

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from swarm.config import TaskSourceSection, TasksSection, load
 from swarm.errors import PolicyError, TaskError
+from swarm.machine.node_folder import NodeFolder
 from swarm.node.process import run_node
+from swarm.records import identity as identities
 from swarm.tasks.held_out import HeldOut
 from swarm.tasks.task_cursor import MAX_CONSECUTIVE_FAILURES, TaskCursor
 from swarm.tasks.task_mixture import TaskMixture, training_seed
@@ -123,8 +125,20 @@ def test_a_node_ends_over_its_own_broken_source_and_bears_one_of_a_manifest(
     sources = '[{name = "gdc"}, {name = "gcd"}]'
     chosen = {"swarm.id": swarm_id, "tasks.sources": sources, "policy.base": str(tmp_path / "no-model")}
     config = load([], {"node.dir": str(tmp_path / "node"), "network.backend": "off", **chosen})
+    identities.load_or_create(NodeFolder(config.node.dir).identity, None)  # a first start would look at the base first
     with pytest.raises(kind, match=told):
         run_node(config)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("policy.base", "./no-model"), ("node.device", "cuda")])
+def test_a_base_or_device_that_cannot_be_had_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = load([], {"node.dir": str(tmp_path / "node"), "network.backend": "off", setting: value})
+    with pytest.raises(PolicyError, match=f"got {value}"):
+        run_node(config)
+    assert not (tmp_path / "node").exists()
 
 
 def test_no_working_source_is_an_error_that_names_every_reason(tmp_path: Path) -> None:
