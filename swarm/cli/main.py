@@ -14,7 +14,7 @@ import typer
 import typer.exceptions
 
 from swarm import __version__
-from swarm.cli import config, experiment, testbed
+from swarm.cli import config, experiment, tasks, testbed
 from swarm.cli.node import dashboard, doctor, init, logs, peers, report, run, stage, status, top
 from swarm.cli.policy import chat, evaluate, export, merge, sample, serve
 from swarm.cli.swarm import bootstrap, create, identity, join, pull, silo
@@ -78,6 +78,7 @@ app.command("merge")(merge.merge)
 app.add_typer(identity.app, name="identity")
 app.add_typer(silo.app, name="silo")
 app.add_typer(config.app, name="config")
+app.add_typer(tasks.app, name="tasks")
 app.add_typer(experiment.app, name="experiment")
 _COMMANDS = frozenset(one.name for one in (*app.registered_commands, *app.registered_groups))
 
