@@ -18,6 +18,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from swarm.config.config import Config
+from swarm.config.policy import BUNDLED_BASES
 from swarm.config.section import RENAMED, with_present_names
 from swarm.config.tasks import LOCAL_SETTINGS
 from swarm.errors import ConfigError
@@ -200,6 +201,20 @@ def dump_toml(config: Config, origin: Origin | None = None) -> str:
     """
     text = tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
     return text if origin is None else "".join(f"{line}\n" for line in _with_origins(text.splitlines(), origin))
+
+
+def kept_toml(config: Config) -> str:
+    """As `dump_toml`, for a file that is read again from any current folder: with whole paths."""
+    changes: dict[str, dict[str, Any]] = {
+        "node": {name: path.absolute() for name in ("dir", "identity") if (path := getattr(config.node, name))},
+    }
+    if config.warm_start.adapter is not None:
+        changes["warm_start"] = {"adapter": config.warm_start.adapter.absolute()}
+    base = Path(config.policy.base).expanduser()
+    if config.policy.base not in BUNDLED_BASES and config.policy.revision is None and base.is_dir():
+        changes["policy"] = {"base": str(base.absolute())}
+    sections = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
+    return dump_toml(config.model_copy(update=sections))
 
 
 def _with_origins(lines: Iterable[str], origin: Origin) -> Iterator[str]:

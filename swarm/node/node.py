@@ -27,7 +27,7 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.admission.admission import Admission
 from swarm.admission.copies import CopyWatch
 from swarm.admission.reward_verifier import RewardVerifier
-from swarm.config import Config, dump_toml
+from swarm.config import Config, kept_toml
 from swarm.dashboard.node_page import NodePage
 from swarm.errors import TaskError
 from swarm.integrations.open_sinks import open_sinks
@@ -252,7 +252,7 @@ class Node:
         logger.info("loading policy %s", self.config.policy.base)
         config = fitted_to_base(self.config)
         if config is not self.config:
-            replace_file(self.folder.config, dump_toml(config))  # what `swarm eval --dir` reads
+            replace_file(self.folder.config, kept_toml(config))  # what `swarm eval --dir` reads
             self.config = config
         backend = self._load_policy(config, loop)
         policy = backend.policy

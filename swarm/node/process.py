@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from swarm.config import Config, dump_toml
+from swarm.config import Config, kept_toml
 from swarm.machine.memory import keep_heaps_small
 from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import close_to_others, replace_file
@@ -35,7 +35,7 @@ def run_node(
         if fresh and (aside := folder.set_aside()):
             print(f"earlier run moved to {aside}")
         set_up_logging(folder.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
-        replace_file(folder.config, dump_toml(config))
+        replace_file(folder.config, kept_toml(config))
         with crash_reports(folder) as crashes:
             end = crashes.end_stuck if end_when_stuck else None
             watchdog = Watchdog(time.monotonic, stacks=crashes.stacks, end=end)

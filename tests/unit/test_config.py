@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarm.config import DEMO_TASKS, REASONING_TASKS, Config, dump_toml, load, parse
+from swarm.config import DEMO_TASKS, REASONING_TASKS, Config, dump_toml, kept_toml, load, parse
 from swarm.config.load import _ALIASES, _keys
 from swarm.config.reference import reference_markdown, settings
 from swarm.config.section import RENAMED, _report_old_name
@@ -211,6 +211,19 @@ def test_doubled_source_names_are_refused() -> None:
 def test_path_of_a_task_file_is_relative_to_its_config(tmp_path: Path) -> None:
     config = write(tmp_path, "c.toml", '[[tasks.sources]]\nkind = "jsonl"\nname = "mine"\npath = "tasks.jsonl"\n')
     assert load([config]).tasks.sources[0].path == tmp_path / "tasks.jsonl"
+
+
+def test_what_a_node_keeps_of_its_configuration_is_read_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    chosen = {"node.dir": "mine", "node.identity": "keys/one.key", "policy.base": "base", "warm_start.adapter": "out"}
+    kept = parse(tomllib.loads(kept_toml(load([], chosen))))
+    places = (kept.node.dir, kept.node.identity, Path(kept.policy.base), kept.warm_start.adapter)
+    assert places == tuple(tmp_path / name for name in ("mine", "keys/one.key", "base", "out"))
+    of_hub = load([], {"policy.base": "base", "policy.revision": "a" * 40})
+    assert parse(tomllib.loads(kept_toml(of_hub))).policy.base == "base"
 
 
 def test_dumped_configuration_is_read_back_equal() -> None:
