@@ -58,7 +58,8 @@ class SharingArm:
     """How often members merge their adapters with one partner each; 0: never. They do so without the gate, whose answers would
     have to be counted: partners are honest here."""
     tuned_as: str = ""
-    """The arm whose learning rate it takes; empty for one of its own."""
+    """The arm whose learning rate it takes, as it differs from that one in a single setting or in its members; empty for one of
+    its own."""
     part_of_rounds: float = 0.6
     """Of the rounds of silos: what learns faster needs fewer to the target. An arm that does not reach it is said not to."""
 
@@ -151,13 +152,17 @@ ARMS = {
         SharingArm("8/24, replay 8", 24, settings=_training(replay_groups=8), part_of_rounds=_SHORT),
         SharingArm("8/24", 24, part_of_rounds=_SHORT),
         SharingArm("8/all", ALL, part_of_rounds=_SHORT),
-        SharingArm("8/all, no correction", ALL, settings=_training(correction="none"), part_of_rounds=_SHORT),
+        SharingArm(
+            "8/all, no correction", ALL, settings=_training(correction="none"), tuned_as="8/all", part_of_rounds=_SHORT
+        ),
         SharingArm("8/all, shaped", ALL, settings=SHAPED, part_of_rounds=_SHORT),
-        SharingArm("8/all, reader's baseline", ALL, settings=READERS_BASELINE, part_of_rounds=_SHORT),
-        SharingArm("8/all, both", ALL, settings=overlaid(SHAPED, READERS_BASELINE), part_of_rounds=_SHORT),
-        SharingArm("8/all, solved groups", ALL, settings=SOLVED_GROUPS, part_of_rounds=_SHORT),
-        SharingArm("8/all, common tasks", ALL, settings=COMMON_TASKS, part_of_rounds=_SHORT),
-        SharingArm("8/all, hints", ALL, hinted_share=1 / 4, part_of_rounds=_SHORT),
+        SharingArm("8/all, reader's baseline", ALL, settings=READERS_BASELINE, tuned_as="8/all", part_of_rounds=_SHORT),
+        SharingArm(
+            "8/all, both", ALL, settings=overlaid(SHAPED, READERS_BASELINE), tuned_as="8/all", part_of_rounds=_SHORT
+        ),
+        SharingArm("8/all, solved groups", ALL, settings=SOLVED_GROUPS, tuned_as="8/all", part_of_rounds=_SHORT),
+        SharingArm("8/all, common tasks", ALL, settings=COMMON_TASKS, tuned_as="8/all", part_of_rounds=_SHORT),
+        SharingArm("8/all, hints", ALL, hinted_share=1 / 4, tuned_as="8/all", part_of_rounds=_SHORT),
         SharingArm("merging", merge_interval_rounds=2),
         SharingArm("merging, more momentum", merge_interval_rounds=2, settings={"merging": {"alpha": 0.8}}),
         SharingArm("8/8, merging", 8, merge_interval_rounds=2),
@@ -173,7 +178,7 @@ ARMS = {
             ALL,
             kinds=_SPECIALISTS,
             settings=SOLVED_GROUPS,
-            tuned_as="8/all, solved groups",
+            tuned_as="8/all",
         ),
         SharingArm("one late, 8/all", ALL, kinds=_LATE, tuned_as="8/all", part_of_rounds=0.8),
         SharingArm("six weak, 8/all", ALL, kinds=_AHEAD, tuned_as="8/all", part_of_rounds=0.8),
