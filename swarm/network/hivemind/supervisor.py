@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 from swarm.errors import NetworkError
 from swarm.network.network_context import NetworkContext
+from swarm.network.peers.dialling import Reach
 from swarm.network.peers.known_peers import Joining, KnownPeers
 from swarm.network.peers.peer_routing import PeerRouting, SessionSlot
 from swarm.network.peers.surroundings import Surroundings
-from swarm.network.reach.reachability import Ask, ReachabilityWatch, interleaved_by_network
+from swarm.network.reach.reachability import Ask, IndexOutage, ReachabilityWatch, Surveyed, interleaved_by_network
 from swarm.network.reach.role import role_of
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
@@ -80,12 +81,17 @@ class SessionSupervisor:
             is_local=all(address.is_loopback for address in self._listen),
             has_known_peers=bool(peers.configured()),
         )
+        self._outage = IndexOutage()
         self._own_addresses: tuple[TcpAddress, ...] = ()  # as the system assigned them, at the last look from outside
 
     @property
     def is_reachable(self) -> bool:
         """Whether others can dial this node, as far as it knows."""
         return self._watch.is_reachable
+
+    def advice(self) -> tuple[str, ...]:
+        """Return what the node lacks to exchange with others, and what a person can do."""
+        return self._outage.advice()
 
     async def open(self) -> None:
         """Raises NetworkError."""
@@ -170,12 +176,26 @@ class SessionSupervisor:
                 continue
             await self._joining.resume(session)
             if not session.neighbors:
+                self._watch.hurry()
                 num_attempts_alone = (
                     0 if await self._joining.join(session, num_attempts_alone) else num_attempts_alone + 1
                 )
             else:
                 num_attempts_alone = 0
                 await self._joining.stay(session)
+            await self._survey(session)
+
+    async def _survey(self, session: "HivemindSession") -> None:
+        """Note whether others can be reached, and whether any of them hosts the index."""
+        with contextlib.suppress(NetworkError):  # the next check of the daemon says more
+            self._outage.note(
+                Surveyed(
+                    has_host=session.hosts_index or bool(session.neighbors),
+                    num_connected=len(await session.peers()),
+                    num_known=len(self._peers),
+                    is_one_machine=self._context.dialling.reach is Reach.MACHINE,
+                )
+            )
 
     async def _cause_of_failure(self, session: "HivemindSession", after_s: float) -> tuple[str, str] | None:
         """Wait, then check the session. A daemon that ends or takes too much memory ends the wait early.
