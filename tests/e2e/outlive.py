@@ -35,8 +35,8 @@ REACHES: tuple[Reach, ...] = ("public", "one-public", "nat", "light", "machine",
 """All on public hosts; one there and the others behind routers; all behind routers; light nodes on public hosts; all on
 one machine that listens on all its addresses; all on one machine with the default settings."""
 GONES: tuple[Gone, ...] = ("before", "during", "ever")
-"""The bootstrap peer is killed while the nodes that restart are down; after they were killed, and it returns after
-RETURNS_AFTER_S; while all run, PAUSE_S before the restart, and it never returns."""
+"""The bootstrap peer is killed while the nodes that restart are down, and never returns; likewise, but it returns
+RETURNS_AFTER_S after they have started; while all run, PAUSE_S before the restart, and it never returns."""
 RESTARTS: tuple[Restart, ...] = ("one", "all")
 SIZES = (2, 3, 6)
 EXCHANGE_TIMEOUT_S = 60.0
@@ -144,23 +144,25 @@ def _namespace(network: Network | None, *, is_home: bool = False) -> str | None:
     return (network.home().host if is_home else network.public_host()).namespace
 
 
-async def run_cell(cell: Cell, folder: Path, exchange_timeout_s: float = EXCHANGE_TIMEOUT_S) -> Outcome:
-    """Run one cell. `folder` takes the nodes' folders and logs."""
+async def run_cell(
+    cell: Cell, folder: Path, *, exchange_timeout_s: float = EXCHANGE_TIMEOUT_S, pause_s: float = PAUSE_S
+) -> Outcome:
+    """Run one cell. `folder` takes the nodes' folders and logs, `pause_s` is how long the swarm runs undisturbed."""
     with contextlib.ExitStack() as stack:
         network = None if cell.reach == "loopback" else stack.enter_context(Network())
         async with swarm_of(cell, network, folder) as (bootstrap, nodes):
             if not await _within(_SETTLE_TIMEOUT_S, lambda: _all_exchanged(nodes, [{} for _ in nodes], nodes)):
                 states = [await node.state() for node in nodes]
                 return Outcome(None, trouble=f"no exchange with the bootstrap peer: {states}")
-            await asyncio.sleep(PAUSE_S)  # so that what a node stores from time to time is stored
+            await asyncio.sleep(pause_s)  # a node remembers peers after a moment
+            if cell.gone == "ever":
+                await bootstrap.kill()
+                await asyncio.sleep(pause_s)
             return await _lose_bootstrap(cell, bootstrap, nodes, exchange_timeout_s)
 
 
 async def _lose_bootstrap(cell: Cell, bootstrap: Member, nodes: list[Member], exchange_timeout_s: float) -> Outcome:
     restarted = nodes[-1:] if cell.restart == "one" else nodes
-    if cell.gone == "ever":
-        await bootstrap.kill()
-        await asyncio.sleep(PAUSE_S)
     for node in restarted:
         await node.kill()
     await bootstrap.kill()
@@ -169,7 +171,8 @@ async def _lose_bootstrap(cell: Cell, bootstrap: Member, nodes: list[Member], ex
     start = time.monotonic()
     returning = asyncio.create_task(_return(bootstrap)) if cell.gone == "during" else None
     try:
-        done = await _within(exchange_timeout_s, lambda: _all_exchanged(nodes, before, restarted))
+        timeout_s = exchange_timeout_s + (RETURNS_AFTER_S if returning is not None else 0.0)
+        done = await _within(timeout_s, lambda: _all_exchanged(nodes, before, restarted))
         seconds = time.monotonic() - start
         if returning is not None:
             await returning

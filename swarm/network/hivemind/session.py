@@ -152,6 +152,11 @@ class HivemindSession:
         return self._role.is_full
 
     @property
+    def needs_relay(self) -> bool:
+        """Whether others reach this node through relays only."""
+        return bool(self._role.relays) and not (self._role.is_full or self._role.is_local)
+
+    @property
     def is_cut_off(self) -> bool:
         """Whether this node neither hosts the index nor knows a peer that does."""
         return not self.hosts_index and not self.neighbors
