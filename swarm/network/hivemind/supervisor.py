@@ -198,6 +198,7 @@ class SessionSupervisor:
                 has_host=not session.is_cut_off,
                 num_connected=len(connected),
                 num_known=len(self._peers),
+                was_dialled=self._watch.is_reachable,
                 is_one_machine=self._context.dialling.reach is Reach.MACHINE,
             )
         )

@@ -103,8 +103,9 @@ MAX_PAUSE_S = 600.0
 """A host and port that did not answer is not dialled for 5 s, 20 s, 80 s, 320 s and then 600 s, whoever announces it.
 """
 FIRST_PROVEN_PAUSE_S = 2.0
-MAX_PROVEN_PAUSE_S = 60.0
-"""Where this node has reached a peer before, it tries that peer again after 2 s, 8 s, 32 s and then 60 s."""
+MAX_PROVEN_PAUSE_S = 15.0
+"""Where this node has reached a peer before, it tries that peer again after 2 s, 8 s and then 15 s: one that changes its role
+is away for a moment, and may be the only one that can be dialled."""
 WINDOW_S = 600.0
 MAX_FAILURES_PER_HOST = 8
 """Dials to one public IP address that may fail within WINDOW_S, at all ports together."""

@@ -342,6 +342,8 @@ class Surveyed:
     num_connected: int
     num_known: int
     """Peers that are configured or remembered."""
+    was_dialled: bool = True
+    """Whether a peer has shown that this node can be dialled, or nobody needs to show it."""
     is_one_machine: bool = False
     """The swarm is on one machine, where every peer can be dialled."""
 
@@ -349,9 +351,11 @@ class Surveyed:
     def lack(self) -> str:
         """What is missing, and what a person can do; empty where nothing is."""
         if self.num_connected == 0 and self.num_known:
+            is_seen, remedy = ", and none has dialled this node", "forward the TCP port of one node on its router, "
             return (
-                f"none of {counted(self.num_known, 'known peer')} answers: start one again whose port is open, or add "
-                "the address of a running node to network.initial_peers"
+                f"none of {counted(self.num_known, 'known peer')} answers{'' if self.was_dialled else is_seen}: start a "
+                f"bootstrap peer again, {'' if self.was_dialled else remedy}or add the address of a running node to "
+                "network.initial_peers"
             )
         if self.has_host or self.num_connected == 0 or self.is_one_machine:
             return ""
