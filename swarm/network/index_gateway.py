@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgpack
 
@@ -28,11 +28,13 @@ from swarm.network.index_entry import (
     IndexRule,
     check_entry,
 )
-from swarm.network.transport import RequestRefused, Transport
+from swarm.network.transport import RequestRefused
 
 INDEX_PROTOCOL = "swarm/index/1"
 MAX_INDEX_REQUEST_BYTES = MAX_KEY_BYTES + MAX_SUBKEY_BYTES + MAX_VALUE_BYTES + 64
 MAX_INDEX_RESPONSE_BYTES = 1 << 20
+INDEX_TIMEOUT_S = 5.0
+"""How long a peer waits for one answer."""
 SEARCHES_PER_S = 20.0
 """Searches in the DHT per second for all light nodes together."""
 SEARCHES_PER_PEER_PER_S = 5.0
@@ -70,12 +72,20 @@ def read_loaded(response: bytes) -> dict[str, bytes]:
     return {key: value for key, value in entries.items() if isinstance(key, str) and isinstance(value, bytes)}
 
 
-class IndexGateway:
-    """The full peer's side: a request handler that uses the node's own transport."""
+class ServedIndex(Protocol):
+    """The index that a peer offers to others. See `transport.Transport`."""
 
-    def __init__(self, transport: Transport, rule: IndexRule, monotonic: Callable[[], float] = time.monotonic) -> None:
+    async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool: ...
+
+    async def load(self, key: str) -> dict[str, bytes]: ...
+
+
+class IndexGateway:
+    """The side of the peer that is asked: a request handler that uses the index that this node offers."""
+
+    def __init__(self, index: ServedIndex, rule: IndexRule, monotonic: Callable[[], float] = time.monotonic) -> None:
         """`rule` decides which entries are stored, since replicas would hold invalid ones against this node."""
-        self._transport = transport
+        self._index = index
         self._rule = rule
         self._monotonic = monotonic
         self._allowed = TokenBucket(SEARCHES_PER_S, BURST_S * SEARCHES_PER_S, monotonic())
@@ -96,14 +106,14 @@ class IndexGateway:
                 except ValueError:
                     raise RequestRefused("invalid entry") from None
             case [1, str(key)] if len(key.encode()) <= MAX_KEY_BYTES:
-                return _packed_within_bound(await self._search(peer_id, partial(self._transport.load, key)))
+                return _packed_within_bound(await self._search(peer_id, partial(self._index.load, key)))
         raise RequestRefused("malformed")
 
     async def _store(self, peer_id: str, entry: tuple[str, str, bytes], expires_at: float) -> bool:
         key, subkey, value = entry
         if self._rule.judge(key, subkey, value, claimed_end=expires_at, sender=peer_id) is None:
             return False
-        return await self._transport.store(key, subkey, value, expires_at=expires_at)
+        return await self._index.store(key, subkey, value, expires_at=expires_at)
 
     async def _search(self, peer_id: str, search: Callable[[], Awaitable[T]]) -> T:
         """Run a search for a peer. Raises RequestRefused."""

@@ -115,6 +115,10 @@ class Transport(Protocol):
         """Whether this node stores a part of the index and searches the index for nodes that cannot."""
         ...
 
+    def advice(self) -> tuple[str, ...]:
+        """Return lines on what this node lacks to exchange with others, and what a person can do."""
+        ...
+
     def meet(self, contact: "Contact") -> None:
         """Remember how a peer can be reached, from a record that the peer has signed."""
         ...

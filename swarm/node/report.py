@@ -83,8 +83,13 @@ class Adviser:
         self._rounds_without_signal = self._rounds_without_signal + 1 if is_silent else 0
         self._health = tuple(row.get("health/warnings", ()))
 
-    def look(self, num_peers: int, admitted: int, rejected: Counter[str], free_bytes: int) -> list[str]:
-        """Lines for a person, the gravest first; none where all is well. `admitted`, `rejected`: records since the start."""
+    def look(
+        self, num_peers: int, admitted: int, rejected: Counter[str], free_bytes: int, of_network: Sequence[str] = ()
+    ) -> list[str]:
+        """Lines for a person, the gravest first; none where all is well. `admitted`, `rejected`: records since the start.
+
+        `of_network`: the lines of the transport. They say more than that no peer is connected.
+        """
         now = self._clock()
         if num_peers:
             self._met_at = now
@@ -94,7 +99,7 @@ class Adviser:
             self._counts.popleft()
         found = (
             self._of_disk(free_bytes),
-            self._of_loneliness(now),
+            *(of_network or (self._of_loneliness(now),)),
             self._of_rejection(admitted, rejected),
             self._of_signal(),
             *self._health,
@@ -314,7 +319,9 @@ class NodeReport:
         num_admitted = sharing.totals.num_records_admitted if sharing else 0
         rejected = self._network.rejected if self._network and sharing else Counter[str]()
         free_bytes = shutil.disk_usage(self._folder.path).free
-        return {**facts, "advice": self._adviser.look(self._num_peers, num_admitted, rejected, free_bytes)}
+        of_network = self._network.transport.advice() if self._network else ()
+        advice = self._adviser.look(self._num_peers, num_admitted, rejected, free_bytes, of_network)
+        return {**facts, "advice": advice}
 
     def _say(self, row: MetricsRow, *, is_last: bool = False) -> None:
         """Log the progress on the terminal, at most every few seconds; the last round in any case, and each round once."""

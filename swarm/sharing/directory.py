@@ -31,6 +31,8 @@ SETTLE_S = 2 * PRESENCE_INTERVAL_S
 """How long no node changes its level after all shards were drawn anew, because the others are still listing themselves."""
 FIRST_INTERVALS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """The first intervals of a node are shorter: others may be starting at the same time."""
+ALONE_INTERVAL_S = 5.0
+"""The interval of a node that finds nobody listed: whoever comes back after an outage is met soon, and it costs nobody else."""
 PROOF_S = EPOCH_S
 """A level at which no body of others was admitted for this long is left for another one at which somebody is listed."""
 PROOF_BODIES = 3
@@ -104,9 +106,9 @@ class Directory:
             self.level = level
             await self._announce()
         self._num_turns += 1
-        return (
-            FIRST_INTERVALS_S[self._num_turns - 1] if self._num_turns <= len(FIRST_INTERVALS_S) else PRESENCE_INTERVAL_S
-        )
+        if self._num_turns <= len(FIRST_INTERVALS_S):
+            return FIRST_INTERVALS_S[self._num_turns - 1]
+        return ALONE_INTERVAL_S if self.num_members == 1 else PRESENCE_INTERVAL_S
 
     async def _next_level(self) -> int:
         now = self._transport.now()

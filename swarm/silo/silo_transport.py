@@ -150,6 +150,9 @@ class SiloTransport:
     def hosts_index(self) -> bool:
         return self._inner.hosts_index
 
+    def advice(self) -> tuple[str, ...]:
+        return self._inner.advice()
+
     def meet(self, contact: Contact) -> None:
         if self._membership.is_member(contact.peer_id):
             self._inner.meet(contact)

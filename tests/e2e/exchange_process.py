@@ -74,7 +74,7 @@ class ExchangeProcess:
 
 class _Node:
     def __init__(self, folder: Path, swarm_id: str, settings: dict[str, Any]) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         network = NetworkSection.model_validate({"poll_interval_s": 0.3, "request_timeout_s": 2.0, **settings})
         sharing = SharingSection(swarm_groups=100)
         identity = load_or_create(folder / "identity.key")

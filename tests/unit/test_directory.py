@@ -13,6 +13,7 @@ from swarm.network.transport import Contact
 from swarm.records.identity import Identity
 from swarm.records.presence import Presence, sign_presence
 from swarm.sharing.directory import (
+    ALONE_INTERVAL_S,
     FIRST_INTERVALS_S,
     PRESENCE_INTERVAL_S,
     PRESENCE_LIFETIME_S,
@@ -107,10 +108,12 @@ async def test_nodes_find_each_other_and_count_each_other() -> None:
     assert contact == Contact(READER.peer_id, (f"/memory/{reader.position}",), (), hosts_index=True)
 
 
-async def test_a_node_that_has_just_started_looks_more_often() -> None:
-    _, (alice,) = await nodes([ALICE])
-    intervals = [await alice.directory.turn() for _ in range(len(FIRST_INTERVALS_S) + 2)]
-    assert intervals == [*FIRST_INTERVALS_S, PRESENCE_INTERVAL_S, PRESENCE_INTERVAL_S]
+async def test_a_node_that_has_just_started_or_finds_nobody_looks_more_often() -> None:
+    _, (alice, reader) = await nodes([ALICE, READER])
+    intervals = [await alice.directory.turn() for _ in range(len(FIRST_INTERVALS_S) + 1)]
+    assert intervals == [*FIRST_INTERVALS_S, ALONE_INTERVAL_S]
+    await reader.directory.turn()
+    assert await alice.directory.turn() == PRESENCE_INTERVAL_S
 
 
 async def test_made_up_names_at_another_level_keep_a_newcomer_for_a_while_only() -> None:

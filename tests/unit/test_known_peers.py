@@ -17,7 +17,7 @@ from swarm.network.peers.dialling import (
     dialable,
     read_peers,
 )
-from swarm.network.peers.known_peers import SAVE_INTERVAL_S, KnownPeers
+from swarm.network.peers.known_peers import FEW_PEERS, SAVE_INTERVAL_S, SAVE_SOON_S, KnownPeers
 from swarm.network.tcp_address import TcpAddress
 from swarm.records.identity import Identity
 
@@ -205,6 +205,28 @@ def test_file_is_written_when_the_list_changed_and_not_too_often(tmp_path: Path,
     peers.save(at_once=True)
     assert IDS[7] in written()
     assert [item.name for item in tmp_path.iterdir()] == ["peers.json"]
+
+
+def test_short_list_is_written_soon_and_a_long_one_seldom(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "peers.json"
+    peers = KnownPeers([], OWN_ID, path, clock)
+    for number in range(1, FEW_PEERS + 1):
+        peers.see({IDS[number]: (at(number),)})
+        peers.save()
+        assert len(read_peers(path, clock.now)) == number
+        clock.now += SAVE_SOON_S
+    peers.see({IDS[50]: (at(50),)})
+    peers.save()
+    assert len(read_peers(path, clock.now)) == FEW_PEERS
+
+
+def test_circuits_do_not_replace_an_address_at_which_the_peer_was_seen(clock: Clock) -> None:
+    peers, circuit = KnownPeers([], OWN_ID, clock=clock), f"{at(2)}/p2p/{BOOT_ID}/p2p-circuit"
+    peers.see({OTHER_ID: (at(9),)})
+    peers.learn(OTHER_ID, [circuit])
+    assert peers.stored() == {OTHER_ID: (at(9), circuit)}
+    peers.learn(OTHER_ID, [at(7), circuit])
+    assert peers.stored() == {OTHER_ID: (at(7), circuit)}
 
 
 @pytest.mark.parametrize(

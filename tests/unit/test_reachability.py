@@ -11,13 +11,17 @@ import pytest
 from swarm.errors import RequestError
 from swarm.network.reach.dial_back import answers_as, is_signed_by
 from swarm.network.reach.reachability import (
+    ADVISE_AFTER_S,
+    HURRY_INTERVAL_S,
     MAX_TEST_BYTES,
     NUM_WITNESSES,
     PROBE_INTERVAL_S,
+    IndexOutage,
     ReachabilityResult,
     ReachabilityWatch,
     ReachService,
     Sighting,
+    Surveyed,
     bytes_request,
     conclude,
     dial_request,
@@ -25,6 +29,7 @@ from swarm.network.reach.reachability import (
     interleaved_by_network,
     read_greeting,
 )
+from swarm.network.reach.role import ReservationWatch
 from swarm.network.tcp_address import TcpAddress
 from swarm.network.transport import RequestRefused
 from tests.unit.experience_factory import Clock
@@ -237,6 +242,53 @@ async def test_reachable_node_is_demoted_by_the_second_failure_only() -> None:
     assert not watched.is_reachable
 
 
+async def test_first_peer_is_asked_at_once() -> None:
+    watched = watch(Clock())
+    assert watched.is_due([])
+    assert not await watched.look(asks(b"\x01"), [], [4001])
+    assert watched.is_due([])
+    assert await watched.look(asks(b"\x01"), [PEER], [4001])
+
+
+async def test_node_that_is_needed_as_a_host_looks_every_minute() -> None:
+    clock = Clock()
+    watched = watch(clock)
+    for _ in range(6):
+        await watched.look(asks(b"\x00"), [PEER], [4001])
+    clock.now += HURRY_INTERVAL_S
+    assert not watched.is_due([])
+    watched.hurry()
+    assert watched.is_due([])
+    await watched.look(asks(b"\x00"), [PEER], [4001])
+    watched.hurry()
+    assert not watched.is_due([])
+
+
+def test_outage_gives_advice_after_a_while_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    outage = IndexOutage(clock)
+    alone = Surveyed(has_host=False, num_connected=0, num_known=2)
+    outage.note(alone)
+    assert outage.advice() == ()
+    for _ in range(2):
+        clock.now += ADVISE_AFTER_S
+        outage.note(alone)
+    assert outage.advice() == (alone.lack,)
+    assert "none of 2 known peers answers" in alone.lack
+    assert caplog.messages == [alone.lack]
+    outage.note(Surveyed(has_host=True, num_connected=1, num_known=2))
+    assert outage.advice() == ()
+
+
+def test_what_is_missing_follows_from_who_is_there() -> None:
+    assert "forward" not in Surveyed(has_host=False, num_connected=0, num_known=2).lack
+    assert "forward" in Surveyed(has_host=False, num_connected=0, num_known=2, was_dialled=False).lack
+    assert "no peer can be dialled" in Surveyed(has_host=False, num_connected=1, num_known=2).lack
+    assert not Surveyed(has_host=False, num_connected=1, num_known=2, is_one_machine=True).lack
+    assert not Surveyed(has_host=True, num_connected=1, num_known=2).lack
+    assert not Surveyed(has_host=True, num_connected=0, num_known=0).lack, "a swarm of one"
+
+
 async def test_change_of_address_makes_a_look_due() -> None:
     watched = watch(Clock())
     assert watched.is_due(["/ip4/10.0.0.1/tcp/1"])
@@ -260,3 +312,18 @@ def test_first_node_of_a_swarm_takes_itself_for_reachable_until_asked() -> None:
     watched = watch(Clock(), has_known_peers=False)
     assert watched.is_reachable
     assert watched.is_due(["/ip4/10.0.0.1/tcp/1"])
+
+
+def test_returning_relay_is_asked_by_a_new_daemon_once() -> None:
+    clock = Clock()
+    reservation = ReservationWatch(clock)
+    lost = {"has_reservation": False, "is_relay_connected": True}
+    assert not reservation.needs_new_daemon(**lost), "a peer that serves no relay is no loss"
+    assert not reservation.needs_new_daemon(has_reservation=True, is_relay_connected=True)
+    assert not reservation.needs_new_daemon(has_reservation=False, is_relay_connected=False)
+    assert reservation.needs_new_daemon(**lost)
+    assert not reservation.needs_new_daemon(**lost)
+    assert not reservation.needs_new_daemon(has_reservation=False, is_relay_connected=False)
+    assert not reservation.needs_new_daemon(**lost), "a relay that comes and goes costs few restarts"
+    clock.now += 61
+    assert reservation.needs_new_daemon(**lost)

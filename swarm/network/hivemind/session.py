@@ -152,6 +152,16 @@ class HivemindSession:
         return self._role.is_full
 
     @property
+    def needs_relay(self) -> bool:
+        """Whether others reach this node through relays only."""
+        return bool(self._role.relays) and not (self._role.is_full or self._role.is_local)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether this node neither hosts the index nor knows a peer that does."""
+        return not self.hosts_index and not self.neighbors
+
+    @property
     def neighbors(self) -> frozenset[str]:
         """Peer ids in the routing table of the DHT."""
         return frozenset(peer_id.to_base58() for peer_id in self._node.protocol.routing_table.peer_id_to_uid)
@@ -160,6 +170,10 @@ class HivemindSession:
         """Connect to peers {peer id: addresses} and join each other's routing tables. Returns how many answered."""
         answers = await asyncio.gather(*(self._greet(peer_id, addresses) for peer_id, addresses in peers.items()))
         return sum(answers)
+
+    async def ping(self, peer_ids: Iterable[str]) -> int:
+        """Let connected peers that host the index enter the routing table. Returns how many answered."""
+        return sum(await asyncio.gather(*map(self._ping, peer_ids)))
 
     async def refresh(self) -> None:
         """Search for the nearest peers, which fills the routing table and removes peers that do not answer."""
@@ -310,8 +324,9 @@ class HivemindSession:
         return True
 
     async def _greet(self, peer_id: str, addresses: Sequence[str]) -> bool:
-        if not await self.connect(peer_id, addresses):
-            return False
+        return await self.connect(peer_id, addresses) and await self._ping(peer_id)
+
+    async def _ping(self, peer_id: str) -> bool:
         # The peer pings back before it lists this node. hivemind warns if it cannot, or if the clocks differ by 3 s.
         node_id = await self._node.protocol.call_ping(PeerID.from_base58(peer_id), validate=True, strict=False)
         return node_id is not None

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 
 from swarm.errors import NetworkError
 from swarm.network.network_context import NetworkContext
+from swarm.network.peers.dialling import Reach
 from swarm.network.peers.known_peers import Joining, KnownPeers
 from swarm.network.peers.peer_routing import PeerRouting, SessionSlot
 from swarm.network.peers.surroundings import Surroundings
-from swarm.network.reach.reachability import Ask, ReachabilityWatch, interleaved_by_network
-from swarm.network.reach.role import role_of
+from swarm.network.reach.reachability import Ask, IndexOutage, ReachabilityWatch, Surveyed, interleaved_by_network
+from swarm.network.reach.role import ReservationWatch, role_of
 from swarm.network.requests.server import RequestServer
-from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
+from swarm.network.tcp_address import CIRCUIT, TcpAddress, parse_setting, with_actual_ports
 from swarm.records.identity import write_libp2p_key
 
 if TYPE_CHECKING:
@@ -80,12 +81,18 @@ class SessionSupervisor:
             is_local=all(address.is_loopback for address in self._listen),
             has_known_peers=bool(peers.configured()),
         )
+        self._outage = IndexOutage()
+        self._reservation = ReservationWatch()
         self._own_addresses: tuple[TcpAddress, ...] = ()  # as the system assigned them, at the last look from outside
 
     @property
     def is_reachable(self) -> bool:
         """Whether others can dial this node, as far as it knows."""
         return self._watch.is_reachable
+
+    def advice(self) -> tuple[str, ...]:
+        """Return what the node lacks to exchange with others, and what a person can do."""
+        return self._outage.advice()
 
     async def open(self) -> None:
         """Raises NetworkError."""
@@ -170,12 +177,39 @@ class SessionSupervisor:
                 continue
             await self._joining.resume(session)
             if not session.neighbors:
+                self._watch.hurry()
                 num_attempts_alone = (
                     0 if await self._joining.join(session, num_attempts_alone) else num_attempts_alone + 1
                 )
             else:
                 num_attempts_alone = 0
                 await self._joining.stay(session)
+            await self._survey(session)
+
+    async def _survey(self, session: "HivemindSession") -> None:
+        """Note who can be reached, whether any of them hosts the index, and whether a relay needs a new daemon here."""
+        try:
+            connected = await session.peers()
+            await session.refresh_addresses()
+        except NetworkError:
+            return  # the next check of the daemon says more
+        self._outage.note(
+            Surveyed(
+                has_host=not session.is_cut_off,
+                num_connected=len(connected),
+                num_known=len(self._peers),
+                was_dialled=self._watch.is_reachable,
+                is_one_machine=self._context.dialling.reach is Reach.MACHINE,
+            )
+        )
+        has_reservation = any(CIRCUIT in address for address in session.addresses)
+        is_relay_connected = any(relay.peer_id in connected for relay in self._relays)
+        needs_relay = session.needs_relay and self._reservation.needs_new_daemon(
+            has_reservation=has_reservation, is_relay_connected=is_relay_connected
+        )
+        if needs_relay:
+            logger.info("a relay is back: asking it again for a place")
+            await self._reopen(session)
 
     async def _cause_of_failure(self, session: "HivemindSession", after_s: float) -> tuple[str, str] | None:
         """Wait, then check the session. A daemon that ends or takes too much memory ends the wait early.

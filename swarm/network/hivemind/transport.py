@@ -19,8 +19,15 @@ from swarm.machine.memory import HeapTrimmer
 from swarm.network.gossip import Gossip, GossipSlot
 from swarm.network.hivemind.supervisor import HEALTH_INTERVAL_S, SessionSupervisor
 from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
-from swarm.network.index_gateway import INDEX_PROTOCOL, MAX_INDEX_REQUEST_BYTES, IndexGateway
+from swarm.network.index_gateway import (
+    INDEX_PROTOCOL,
+    INDEX_TIMEOUT_S,
+    MAX_INDEX_REQUEST_BYTES,
+    MAX_INDEX_RESPONSE_BYTES,
+    IndexGateway,
+)
 from swarm.network.network_context import NetworkContext
+from swarm.network.peer_index import PeerIndex
 from swarm.network.peers.dialling import PEERS_FILE
 from swarm.network.peers.known_peers import KnownPeers
 from swarm.network.peers.peer_routing import (
@@ -31,7 +38,13 @@ from swarm.network.peers.peer_routing import (
     SessionSlot,
 )
 from swarm.network.peers.peer_routing import ASK_TIMEOUT_S as ADDRESSES_TIMEOUT_S
-from swarm.network.reach.reachability import ASK_TIMEOUT_S, MAX_REACH_REQUEST_BYTES, REACH_PROTOCOL, ReachService
+from swarm.network.reach.reachability import (
+    ASK_TIMEOUT_S,
+    MAX_REACH_REQUEST_BYTES,
+    REACH_PROTOCOL,
+    ReachService,
+    interleaved_by_network,
+)
 from swarm.network.requests.framing import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import parse_setting
@@ -40,6 +53,7 @@ from swarm.network.transport import (
     Contact,
     GossipHandler,
     RequestHandler,
+    TrafficCounter,
     by_place,
     everybody,
 )
@@ -85,7 +99,11 @@ class HivemindTransport:
             # Before there are other threads, since the import uses stand-ins that these must not meet.
             importlib.import_module("swarm.network.libp2p.gossip")
         self.gossip = GossipSlot(None if config.gossip == "off" else self._make_gossip)
-        index, reach = IndexGateway(self, IndexRule(validator, self.now)), ReachService(self._observed, self.now)
+        self.hosts = _HostedIndex(self._sessions, self.traffic, config.request_timeout_s)
+        self._rng = context.rng("index")
+        rule, reach = IndexRule(validator, self.now), ReachService(self._observed, self.now)
+        self._peer_index = PeerIndex(rule, self.now, self._ask_index, admits)
+        index = IndexGateway(_ServedIndex(self, self._peer_index), rule)
         self._server.serve(INDEX_PROTOCOL, index.answer, max_request_bytes=MAX_INDEX_REQUEST_BYTES)
         self._server.serve(REACH_PROTOCOL, reach.answer, max_request_bytes=MAX_REACH_REQUEST_BYTES)
         initial = parse_setting("initial_peers", config.initial_peers)
@@ -149,11 +167,20 @@ class HivemindTransport:
     def hosts_index(self) -> bool:
         return self._session is not None and self._supervisor.is_reachable
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether this node neither hosts the index nor knows a peer that does."""
+        return self._session is not None and self._session.is_cut_off
+
     def meet(self, contact: Contact) -> None:
         self.gossip.meet(contact.peer_id, contact.gossip_addresses)
         self._routing.learn(contact.peer_id, contact.addresses)
-        if contact.addresses and contact.hosts_index:  # peers that host no index do not help in joining
+        if contact.addresses:
             self._peers.learn(contact.peer_id, contact.addresses)
+            self._peers.save()
+
+    def advice(self) -> tuple[str, ...]:
+        return self._supervisor.advice()
 
     def seen_at(self, peer_id: str) -> tuple[str, ...]:
         return self._dialling.seen_at(peer_id)
@@ -169,28 +196,22 @@ class HivemindTransport:
         return ()
 
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
-        """See `transport.Transport`. An expiration more than an hour ahead is cut to an hour."""
+        """See `transport.Transport`. An expiration more than an hour ahead is cut to an hour.
+
+        Where no host of the index takes the entry, connected peers keep it.
+        """
         check_entry(key, subkey, value)
-        session = self._session
-        if session is None:
-            return False
-        self.traffic.bytes_sent += len(value)
-        expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.request_timeout_s):
-                return await session.store(key, subkey, value, expires_at=float(expires_at))
-        return False
+        expires_at = float(min(expires_at, self.now() + MAX_LIFETIME_S))
+        if await self.hosts.store(key, subkey, value, expires_at):
+            return True
+        peers = await self._peers_to_ask()
+        return await self._peer_index.store(key, subkey, value, expires_at=expires_at, peers=peers)
 
     async def load(self, key: str) -> dict[str, bytes]:
-        session = self._session
-        if session is None:
-            return {}
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.request_timeout_s):
-                entries = await session.load(key)
-                self.traffic.bytes_received += sum(len(value) for value, _ in entries.values())
-                return {subkey: value for subkey, (value, expires_at) in entries.items() if expires_at > self.now()}
-        return {}
+        """See `transport.Transport`. Where no host of the index is known, connected peers are asked."""
+        if self.is_cut_off:
+            return await self._peer_index.load(key, peers=await self._peers_to_ask())
+        return await self.hosts.load(key)
 
     def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
         assert self._session is None, "serve() comes before start()"
@@ -259,8 +280,75 @@ class HivemindTransport:
             deadline_s=ADDRESSES_TIMEOUT_S,
         )
 
+    async def _peers_to_ask(self) -> list[str]:
+        """Return the connected peers in the order in which they are asked to share the index. Raises nothing."""
+        session = self._session
+        with contextlib.suppress(NetworkError):
+            return [] if session is None else interleaved_by_network(await session.peers(), self._rng)
+        return []
+
+    async def _ask_index(self, peer_id: str, request: bytes) -> bytes:
+        return await self.request(
+            peer_id,
+            INDEX_PROTOCOL,
+            request,
+            max_response_bytes=MAX_INDEX_RESPONSE_BYTES,
+            deadline_s=min(INDEX_TIMEOUT_S, self._config.request_timeout_s),
+        )
+
     async def _ask_about_reach(self, peer_id: str, request: bytes) -> bytes:
         return await self.request(peer_id, REACH_PROTOCOL, request, max_response_bytes=1024, deadline_s=ASK_TIMEOUT_S)
 
     async def _observed(self, peer_id: str) -> tuple[str, ...]:
         return () if self._session is None else await self._session.observed(peer_id)
+
+
+class _HostedIndex:
+    """The index at its hosts alone: searches of the DHT with the session of one transport. Raises nothing."""
+
+    def __init__(self, sessions: SessionSlot, traffic: TrafficCounter, timeout_s: float) -> None:
+        self._sessions = sessions
+        self._traffic = traffic
+        self._timeout_s = timeout_s
+
+    async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        session = self._sessions.current
+        if session is None or session.is_cut_off:
+            return False
+        self._traffic.bytes_sent += len(value)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                return await session.store(key, subkey, value, expires_at=expires_at)
+        return False
+
+    async def load(self, key: str) -> dict[str, bytes]:
+        session = self._sessions.current
+        if session is None:
+            return {}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                entries = await session.load(key)
+                self._traffic.bytes_received += sum(len(value) for value, _ in entries.values())
+                return {subkey: value for subkey, (value, expires_at) in entries.items() if expires_at > time.time()}
+        return {}
+
+
+class _ServedIndex:
+    """The index that a node offers to others: that of the hosts, or its own share where it knows no host.
+
+    It never asks connected peers for others, since these may be asked by them in turn, without end.
+    """
+
+    def __init__(self, transport: HivemindTransport, peer_index: PeerIndex) -> None:
+        self._transport = transport
+        self._peer_index = peer_index
+
+    async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        if self._transport.is_cut_off:
+            return self._peer_index.take(key, subkey, value, expires_at=expires_at)
+        return await self._transport.hosts.store(key, subkey, value, min(expires_at, time.time() + MAX_LIFETIME_S))
+
+    async def load(self, key: str) -> dict[str, bytes]:
+        if self._transport.is_cut_off:
+            return self._peer_index.own(key)
+        return await self._transport.hosts.load(key)

@@ -5,7 +5,7 @@
     gossip   → a second host, as on every node
 
 It hosts no part of the index. Others reach it only over connections that it opened, or where its address can be
-dialled.
+dialled. While no full peer is connected, light nodes share an index among themselves (`peer_index`).
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,10 @@ from swarm.network.gossip import Gossip, GossipSlot
 from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
 from swarm.network.index_gateway import (
     INDEX_PROTOCOL,
+    INDEX_TIMEOUT_S,
+    MAX_INDEX_REQUEST_BYTES,
     MAX_INDEX_RESPONSE_BYTES,
+    IndexGateway,
     load_request,
     read_loaded,
     read_stored,
@@ -31,7 +35,11 @@ from swarm.network.index_gateway import (
 )
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.network_context import NetworkContext
+from swarm.network.peer_index import NUM_ASKED, PeerIndex, ServedShare
+from swarm.network.peers.dialling import PEERS_FILE, Reach
+from swarm.network.peers.known_peers import KnownPeers
 from swarm.network.peers.surroundings import announced_addresses
+from swarm.network.reach.reachability import IndexOutage, Surveyed
 from swarm.network.requests.framing import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import parse_setting, with_actual_ports
@@ -51,7 +59,6 @@ NUM_INDEX_PEERS = 3
 """Full peers that a node stays connected to and asks. A single one could withhold entries."""
 _TEND_INTERVAL_S = 5.0
 _MAX_CONTACTS = 512
-_INDEX_TIMEOUT_S = 5.0
 
 
 class LightTransport:
@@ -67,7 +74,7 @@ class LightTransport:
         validator: IndexValidator | None = None,
         admits: Admits = everybody,
     ) -> None:
-        """`state_dir` is the node's folder, which stores the ports. Raises ConfigError for a malformed address."""
+        """`state_dir` is the node's folder, which stores known peers and ports. Raises ConfigError for a malformed address."""
         self.peer_id = identity.peer_id
         self._context = NetworkContext.of(config, identity, state_dir, validator=validator, admits=admits)
         self.traffic = self._context.traffic
@@ -80,12 +87,16 @@ class LightTransport:
         self._server = RequestServer.of(self._context)
         self._requests = StreamRequests(self._open_stream, self.traffic)
         self._contacts: BoundedPeers[Contact] = BoundedPeers(_MAX_CONTACTS)
-        self._configured: dict[str, Contact] = {}
-        for address in parse_setting("initial_peers", config.initial_peers):
-            if address.peer_id is not None and address.peer_id != self.peer_id:
-                known = self._configured.get(address.peer_id)
-                addresses = (*(known.addresses if known else ()), address.transport)
-                self._configured[address.peer_id] = Contact(address.peer_id, addresses, (), hosts_index=True)
+        initial = parse_setting("initial_peers", config.initial_peers)
+        self._peers = KnownPeers(initial, self.peer_id, state_dir / PEERS_FILE, clock=self.now, dialling=self._dialling)
+        self._configured = {
+            peer_id: Contact(peer_id, addresses, (), hosts_index=True)
+            for peer_id, addresses in self._peers.configured().items()
+        }
+        self._peer_index = PeerIndex(self._rule, self.now, self._ask_index_of, admits)
+        gateway = IndexGateway(ServedShare(self._peer_index), self._rule)
+        self._server.serve(INDEX_PROTOCOL, gateway.answer, max_request_bytes=MAX_INDEX_REQUEST_BYTES)
+        self._outage = IndexOutage()
         self._host: Libp2pHost | None = None
         self._host_refused: Counter[str] = Counter()
         self._supervisor: asyncio.Task[None] | None = None
@@ -139,6 +150,8 @@ class LightTransport:
         addresses = self._dialling.believed(contact.peer_id, contact.addresses)
         if addresses and contact.peer_id != self.peer_id and contact.peer_id not in self._configured:
             self._contacts.put(contact.peer_id, replace(contact, addresses=addresses))
+            self._peers.learn(contact.peer_id, contact.addresses)
+            self._peers.save()
             if (
                 self._host is not None and contact.peer_id in self._host.peers()
             ):  # it connected before its record arrived
@@ -147,6 +160,9 @@ class LightTransport:
     def _on_seen(self, peer_id: str, addresses: tuple[str, ...]) -> None:
         self._dialling.see(peer_id, addresses)
         self._contacts.met(peer_id, self._dialling.network_of(peer_id))
+
+    def advice(self) -> tuple[str, ...]:
+        return self._outage.advice()
 
     def seen_at(self, peer_id: str) -> tuple[str, ...]:
         return self._dialling.seen_at(peer_id)
@@ -157,6 +173,8 @@ class LightTransport:
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         check_entry(key, subkey, value)
         expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
+        if self._is_cut_off and (peers := self._peers_to_ask()):
+            return await self._peer_index.store(key, subkey, value, expires_at=expires_at, peers=peers)
         request = store_request(key, subkey, value, expires_at=expires_at)
         is_stored = False
         for answer in (await self._ask_index(request)).values():
@@ -165,6 +183,8 @@ class LightTransport:
         return is_stored
 
     async def load(self, key: str) -> dict[str, bytes]:
+        if self._is_cut_off and (peers := self._peers_to_ask()):
+            return await self._peer_index.load(key, peers=peers)
         copies: list[tuple[str, str, bytes, None]] = []
         for peer_id, answer in (await self._ask_index(load_request(key))).items():
             with contextlib.suppress(RequestError):  # this peer is broken; the others count
@@ -251,16 +271,30 @@ class LightTransport:
 
     async def _ask(self, peer_id: str, request: bytes) -> bytes | None:
         try:
-            return await self.request(
-                peer_id,
-                INDEX_PROTOCOL,
-                request,
-                max_response_bytes=MAX_INDEX_RESPONSE_BYTES,
-                deadline_s=min(_INDEX_TIMEOUT_S, self._context.config.request_timeout_s),
-            )
+            return await self._ask_index_of(peer_id, request)
         except RequestError as error:
             logger.debug("index peer %s: %s", peer_id, error)
             return None
+
+    async def _ask_index_of(self, peer_id: str, request: bytes) -> bytes:
+        return await self.request(
+            peer_id,
+            INDEX_PROTOCOL,
+            request,
+            max_response_bytes=MAX_INDEX_RESPONSE_BYTES,
+            deadline_s=min(INDEX_TIMEOUT_S, self._context.config.request_timeout_s),
+        )
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether no full peer is connected, as far as this node knows."""
+        connected = set() if self._host is None else set(self._host.peers())
+        return connected.isdisjoint(contact.peer_id for contact in self._full_peers())
+
+    def _peers_to_ask(self) -> list[str]:
+        """Return the connected peers in random order."""
+        connected = [] if self._host is None else list(self._host.peers())
+        return self._rng.sample(connected, len(connected))
 
     async def _supervise(self) -> None:
         """Keep a host open that is connected to full peers, for as long as the node runs."""
@@ -285,10 +319,28 @@ class LightTransport:
                 await self._maintain(self._host)
 
     async def _maintain(self, host: Libp2pHost) -> None:
-        connected = set(host.peers())
+        """Connect to full peers where there are too few, and to others where there are none."""
         full = self._full_peers()
-        absent = [contact for contact in full if contact.peer_id not in connected]
-        num_missing = NUM_INDEX_PEERS - (len(full) - len(absent))
+        await self._connect_to(host, full, NUM_INDEX_PEERS)
+        if self._is_cut_off:
+            others = [Contact(one, at, (), hosts_index=False) for one, at in self._peers.stored().items()]
+            self._rng.shuffle(others)
+            await self._connect_to(host, others, NUM_ASKED)
+        self._outage.note(
+            Surveyed(
+                has_host=not self._is_cut_off,
+                num_connected=len(host.peers()),
+                num_known=len(self._peers),
+                is_one_machine=self._dialling.reach is Reach.MACHINE,
+            )
+        )
+        self._peers.save()
+
+    async def _connect_to(self, host: Libp2pHost, contacts: Sequence[Contact], num_wanted: int) -> None:
+        """Connect to peers until `num_wanted` of them are connected."""
+        connected = set(host.peers())
+        absent = [contact for contact in contacts if contact.peer_id not in connected]
+        num_missing = num_wanted - (len(contacts) - len(absent))
         chosen: dict[str, tuple[str, ...]] = {}
         for contact in absent:
             if len(chosen) >= num_missing:

@@ -6,26 +6,15 @@ Every node holds a share of the index, as in the real one: an entry goes to the 
 runs its own validator, and a reader merges their answers. Finding those nodes costs the hops of Kademlia. All waiting
 uses the running loop, so a loop with virtual time makes all of it virtual.
 
-A share has the limits of the real index (`hivemind/index_storage`), in entries instead of bytes. An author's oldest
-entry makes room for its newer one. When the share is full, it refuses new entries; the real one takes room from the
-author that holds most.
+A share (`peer_index.IndexShare`) has the limits of the real index (`hivemind/index_storage`), in entries instead of
+bytes.
 """
 
 import asyncio
-import bisect
 from collections import Counter
-from collections.abc import Callable
 
 from swarm.errors import RequestError, RequestFailure
-from swarm.network.index_entry import (
-    MAX_ENTRIES_PER_KEY,
-    MAX_LIFETIME_S,
-    IndexRule,
-    IndexValidator,
-    Validity,
-    age_rank,
-    check_entry,
-)
+from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
 from swarm.network.memory.gossip import GossipRouter
 from swarm.network.memory.network import (
     LOOKUP_REQUEST_BYTES,
@@ -35,91 +24,10 @@ from swarm.network.memory.network import (
     MemoryNetwork,
     position_of,
 )
+from swarm.network.peer_index import IndexShare
 from swarm.network.requests.framing import Response, Status
 from swarm.network.requests.server import RequestServer
 from swarm.network.transport import Contact, GossipHandler, RequestHandler, TrafficCounter, by_place
-
-MAX_ENTRIES_PER_AUTHOR = 1024
-"""The author is the part of the subkey before the slash. An hour's entries, at 8 per window and shard, are 960."""
-MAX_ENTRIES = 24_576
-_SWEEP_INTERVAL_S = 30.0
-
-Entry = tuple[bytes, Validity]
-"""(value, its validity with the claimed end)."""
-_Ranked = tuple[tuple[bool, tuple[float, int, bytes]], str, str]
-
-
-class IndexShare:
-    """One node's share of the index: entries by key and subkey, until they expire. They are already validated."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.refused: Counter[str] = Counter()
-        """Entries that were refused, and those `evicted`, by reason: not_newer, key_full, author_full, full."""
-        self._clock = clock
-        self._entries: dict[str, dict[str, Entry]] = {}
-        self._authors: dict[str, list[_Ranked]] = {}  # oldest first
-        self._num_entries = 0
-        self._swept_at = 0.0
-
-    def __len__(self) -> int:
-        """Return the number of entries, including expired ones that were not removed yet."""
-        return self._num_entries
-
-    def get(self, key: str) -> dict[str, Entry]:
-        """Return a copy of the entries under `key`, which may have expired."""
-        return dict(self._entries.get(key, {}))
-
-    def take(self, key: str, subkey: str, value: bytes, validity: Validity) -> bool:
-        """Store an entry. Returns whether it is newer than the one it replaces, and there was room."""
-        self._sweep()
-        entries, author = self._entries.get(key, {}), subkey.partition("/")[0]
-        if subkey in entries:
-            if not validity.supersedes(entries[subkey][1]):
-                return self._refuse("not_newer")
-        elif len(entries) >= MAX_ENTRIES_PER_KEY:
-            return self._refuse("key_full")
-        elif len(self._authors.get(author, ())) >= MAX_ENTRIES_PER_AUTHOR and not self._drop_older(subkey, validity):
-            return self._refuse("author_full")
-        elif self._num_entries >= MAX_ENTRIES:
-            return self._refuse("full")
-        ranks = self._authors.setdefault(author, [])
-        if subkey in entries:
-            ranks.remove((age_rank(subkey, entries[subkey][1]), key, subkey))
-        else:
-            self._num_entries += 1
-        bisect.insort(ranks, (age_rank(subkey, validity), key, subkey))
-        self._entries.setdefault(key, entries)[subkey] = value, validity
-        return True
-
-    def _drop_older(self, subkey: str, validity: Validity) -> bool:
-        """Drop the oldest entry of an author. Returns False where the new one is not newer than that."""
-        rank, key, oldest = self._authors[subkey.partition("/")[0]][0]
-        if age_rank(subkey, validity) <= rank:
-            return False
-        del self._authors[subkey.partition("/")[0]][0], self._entries[key][oldest]
-        self._num_entries -= 1
-        self._refuse("evicted")
-        return True
-
-    def _sweep(self) -> None:
-        """Remove expired entries at fixed intervals, which a stranger cannot influence."""
-        now = self._clock()
-        if now - self._swept_at < _SWEEP_INTERVAL_S:
-            return
-        self._swept_at = now
-        live = {k: {s: entry for s, entry in v.items() if entry[1].expires_at > now} for k, v in self._entries.items()}
-        self._entries = {key: entries for key, entries in live.items() if entries}
-        self._authors = {
-            author: alive
-            for author, ranks in self._authors.items()
-            if (alive := [ranked for ranked in ranks if ranked[2] in self._entries.get(ranked[1], ())])
-        }
-        self._num_entries = sum(map(len, self._authors.values()))
-
-    def _refuse(self, reason: str) -> bool:
-        self.refused[reason] += 1
-        return False
-
 
 __all__ = ["NO_FAULTS", "Faults", "MemoryNetwork", "MemoryTransport"]
 
@@ -174,6 +82,9 @@ class MemoryTransport:
     @property
     def hosts_index(self) -> bool:
         return True
+
+    def advice(self) -> tuple[str, ...]:
+        return ()
 
     def meet(self, contact: Contact) -> None:
         """Do nothing: within one process a peer id is enough to reach a peer."""

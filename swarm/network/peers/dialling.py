@@ -103,8 +103,9 @@ MAX_PAUSE_S = 600.0
 """A host and port that did not answer is not dialled for 5 s, 20 s, 80 s, 320 s and then 600 s, whoever announces it.
 """
 FIRST_PROVEN_PAUSE_S = 2.0
-MAX_PROVEN_PAUSE_S = 60.0
-"""Where this node has reached a peer before, it tries that peer again after 2 s, 8 s, 32 s and then 60 s."""
+MAX_PROVEN_PAUSE_S = 15.0
+"""Where this node has reached a peer before, it tries that peer again after 2 s, 8 s and then 15 s: one that changes its role
+is away for a moment, and may be the only one that can be dialled."""
 WINDOW_S = 600.0
 MAX_FAILURES_PER_HOST = 8
 """Dials to one public IP address that may fail within WINDOW_S, at all ports together."""
@@ -203,7 +204,7 @@ class Dialling:
             places = self._seen.get(peer_id) or BoundedMap[TcpAddress, None](_MAX_SEEN_PER_PEER)
             places[place] = None
             self._seen.add(network_at(place), peer_id, places)
-            if address.relay_id is None and reach_of(address.host) is Reach.PUBLIC:
+            if self.reach is not Reach.PUBLIC and self._is_outside(address):
                 self.reach = Reach.PUBLIC
 
     def answered(self, peer_id: str, addresses: Iterable[str]) -> None:
@@ -268,6 +269,11 @@ class Dialling:
     def forget_failures(self) -> None:
         """Forget all failures: this machine has slept or is in another network."""
         self._failures = _Failures(self._clock)
+
+    def _is_outside(self, address: TcpAddress) -> bool:
+        """Whether a peer seen at that address is on the internet, and not on this machine beside it."""
+        is_public = address.relay_id is None and reach_of(address.host) is Reach.PUBLIC
+        return is_public and address.host not in frozenset(self._own_hosts())
 
     def _is_believed(self, peer_id: str, address: TcpAddress) -> bool:
         if address.peer_id not in (None, peer_id) or address.port == 0:

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import filterfalse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from swarm.network.peers.dialling import (
     write_peers,
 )
 from swarm.network.peers.surroundings import Change, Surroundings
+from swarm.network.reach.reachability import interleaved_by_network
 from swarm.network.tcp_address import TcpAddress
 from swarm.observability.plain_text import counted
 
@@ -46,6 +48,10 @@ logger = logging.getLogger(__name__)
 
 
 SAVE_INTERVAL_S = 30.0
+SAVE_SOON_S = 2.0
+FEW_PEERS = 8
+"""While the file holds fewer peers than this, it is written SAVE_SOON_S after a change: a node that is killed in its first
+minute must find somebody else than its bootstrap peer again."""
 _TOUCH_INTERVAL_S = 3600.0
 """The file is written this often even when only the times in it have changed."""
 _ANNOUNCEMENT_AGE_S = 300.0
@@ -102,6 +108,7 @@ class KnownPeers:
         """Ordered by time: the peer seen last is last."""
         self._has_changed = False
         self._saved_at = _NEVER
+        self._num_saved = len(stored)
 
     def see(self, connected: Mapping[str, Addresses]) -> None:
         """Remember peers with an open connection, {peer id: addresses at which they were seen}."""
@@ -130,6 +137,8 @@ class KnownPeers:
         believed = addresses if self._dialling is None else self._dialling.believed(peer_id, addresses)
         now, announced = self._clock(), dialable(peer_id, believed)
         known = self._peers.get(peer_id)
+        if announced and known is not None and all(map(_is_circuit, announced)):  # they end with their relay
+            announced = dialable(peer_id, (*filterfalse(_is_circuit, known.addresses), *announced))
         if announced:
             peer = _Peer(announced, now, now)
             self._remember(
@@ -153,6 +162,10 @@ class KnownPeers:
             for peer_id, peer in reversed(self._peers.items())
             if peer_id not in self._initial and peer.addresses
         }
+
+    def __len__(self) -> int:
+        """Return the number of peers, configured and others."""
+        return len(self._initial.keys() | self._peers.keys())
 
     def absent(self, neighbors: Collection[str], rng: random.Random) -> dict[str, Addresses]:
         """Return the configured peers that are not among `neighbors`, and one of the others by chance.
@@ -178,13 +191,14 @@ class KnownPeers:
             self._dialling.forget_failures()
 
     def save(self, *, at_once: bool = False) -> None:
-        """Write the list if it has changed, at most every SAVE_INTERVAL_S unless `at_once`."""
+        """Write the list if it has changed, at most every SAVE_INTERVAL_S unless `at_once`, or while it is short."""
         now = self._clock()
         age_s = abs(now - self._saved_at)  # clocks may be set back, too
-        is_due = age_s >= (SAVE_INTERVAL_S if self._has_changed else _TOUCH_INTERVAL_S)
+        interval_s = SAVE_INTERVAL_S if self._num_saved >= FEW_PEERS else SAVE_SOON_S
+        is_due = age_s >= (interval_s if self._has_changed else _TOUCH_INTERVAL_S)
         if self._path is None or not self._peers or not (is_due or at_once):
             return
-        self._saved_at, self._has_changed = now, False
+        self._saved_at, self._has_changed, self._num_saved = now, False, len(self._peers)
         write_peers(
             self._path,
             {
@@ -238,6 +252,10 @@ class KnownPeers:
         return next(absent, None)
 
 
+def _is_circuit(address: str) -> bool:
+    return TcpAddress.parse(address).relay_id is not None
+
+
 def _network(addresses: Addresses) -> str:
     return network_at(TcpAddress.parse(addresses[0])) if addresses else ""
 
@@ -248,7 +266,7 @@ def _hosts(addresses: Addresses) -> set[str]:
 
 _LEAVE_TIMEOUT_S = 0.5
 _MAX_QUESTIONS = 16
-"""Peers that are asked for their listening addresses at one health check."""
+"""Peers that are asked something at one health check."""
 
 
 class Joining:
@@ -268,6 +286,7 @@ class Joining:
         if not (configured or stored):
             return True
         num_answers = await self._greet(session, configured) or await self._greet(session, stored)
+        num_answers = num_answers or await self._ping_connected(session)
         if num_answers == 0:
             await self._log_unanswered(session, len(configured) + len(stored), is_first=num_failures == 0)
             return False
@@ -299,6 +318,15 @@ class Joining:
 
     async def _greet(self, session: "HivemindSession", peers: Mapping[str, Addresses]) -> int:
         return await session.greet(self._peers.due(peers))
+
+    async def _ping_connected(self, session: "HivemindSession") -> int:
+        """Ask peers that have connected to this node, of which no address may be known, whether they host the index."""
+        with contextlib.suppress(NetworkError):  # the next health check reports it
+            connected = await session.peers()
+            self._peers.see(connected)
+            self._peers.save()
+            return await session.ping(interleaved_by_network(connected, self._rng)[:_MAX_QUESTIONS])
+        return 0
 
     async def _log_unanswered(self, session: "HivemindSession", num_known: int, *, is_first: bool) -> None:
         """Log it once, not at every attempt; again where peers that host no index have come or gone."""

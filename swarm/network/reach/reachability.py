@@ -5,11 +5,12 @@
            dialled; `dial_back` accepts only the asker's own signature at that address
 
 The protocol is `swarm/reach/1`; docs/protocol.md has the bytes. `swarm doctor` also measures clocks and bandwidth with
-it.
+it. `IndexOutage` says what is missing while no host of the index can be reached.
 """
 
 import asyncio
 import ipaddress
+import logging
 import math
 import os
 import random
@@ -25,6 +26,9 @@ from swarm.network.peers.dialling import Reach, group_of, may_be_named, network_
 from swarm.network.reach.dial_back import answers_as
 from swarm.network.tcp_address import TcpAddress, parsed
 from swarm.network.transport import RequestRefused
+from swarm.observability.plain_text import counted
+
+logger = logging.getLogger(__name__)
 
 REACH_PROTOCOL = "swarm/reach/1"
 MAX_REACH_REQUEST_BYTES = 5
@@ -250,6 +254,8 @@ PROBE_INTERVAL_S = 1800.0
 _FIRST_RETRY_S = 15.0
 _RETRY_GROWTH = 2.0
 _CONFIRM_AFTER_S = 60.0
+HURRY_INTERVAL_S = 60.0
+"""Longest pause between two looks while no host of the index can be reached, or no peer could tell."""
 _NUM_FAILURES_TO_DEMOTE = 2
 """A reachable node loses its part of the index only after this many failed checks."""
 
@@ -273,6 +279,7 @@ class ReachabilityWatch:
         self._clock = clock
         self._addresses: frozenset[str] = frozenset()
         self._due_at = -float("inf")
+        self._looked_at = -float("inf")
         self._retry_s = _FIRST_RETRY_S
         self._num_failures = 0
 
@@ -285,8 +292,19 @@ class ReachabilityWatch:
             self._addresses, self._due_at, self._retry_s = own, self._clock(), _FIRST_RETRY_S
         return self._clock() >= self._due_at
 
+    def hurry(self) -> None:
+        """Look again a minute after the last look at the latest: this node is needed as a host of the index."""
+        if not self.is_reachable:
+            self._due_at = min(self._due_at, self._looked_at + HURRY_INTERVAL_S)
+
     async def look(self, ask: Ask, peer_ids: Sequence[str], ports: Sequence[int]) -> bool:
-        """Ask peers. Returns whether the reachability or the address of this node has changed."""
+        """Ask peers. Returns whether the reachability or the address of this node has changed.
+
+        With nobody to ask the look stays due, so the first peer that connects is asked at once.
+        """
+        if not peer_ids:
+            return False
+        self._looked_at = self._clock()
         finding = await look_from_outside(ask, peer_ids, ports)
         if finding.is_reachable:
             self._num_failures, self._retry_s = 0, _FIRST_RETRY_S
@@ -297,6 +315,7 @@ class ReachabilityWatch:
         self._due_at = self._clock() + self._retry_s
         self._retry_s = min(self._retry_s * _RETRY_GROWTH, PROBE_INTERVAL_S)
         if finding.is_reachable is None:  # nobody could tell
+            self._due_at = min(self._due_at, self._clock() + HURRY_INTERVAL_S)
             return False
         self._num_failures += 1
         if self.is_reachable and self._num_failures < _NUM_FAILURES_TO_DEMOTE:
@@ -308,3 +327,64 @@ class ReachabilityWatch:
     def _set(self, is_reachable: bool) -> bool:
         has_changed, self.is_reachable = is_reachable != self.is_reachable, is_reachable
         return has_changed
+
+
+ADVISE_AFTER_S = 20.0
+"""An outage that is shorter is nobody's concern: nodes restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """What a node sees of its swarm at one moment."""
+
+    has_host: bool
+    """Whether a host of the index answers, or this node is one."""
+    num_connected: int
+    num_known: int
+    """Peers that are configured or remembered."""
+    was_dialled: bool = True
+    """Whether a peer has shown that this node can be dialled, or nobody needs to show it."""
+    is_one_machine: bool = False
+    """The swarm is on one machine, where every peer can be dialled."""
+
+    @property
+    def lack(self) -> str:
+        """What is missing, and what a person can do; empty where nothing is."""
+        if self.num_connected == 0 and self.num_known:
+            is_seen, remedy = ", and none has dialled this node", "forward the TCP port of one node on its router, "
+            return (
+                f"none of {counted(self.num_known, 'known peer')} answers{'' if self.was_dialled else is_seen}: start a "
+                f"bootstrap peer again, {'' if self.was_dialled else remedy}or add the address of a running node to "
+                "network.initial_peers"
+            )
+        if self.has_host or self.num_connected == 0 or self.is_one_machine:
+            return ""
+        return (
+            f"no bootstrap peer answers and no peer can be dialled: connected only to {counted(self.num_connected, 'peer')}"
+            ", none of which others find; start a bootstrap peer, or forward the TCP port of one node"
+        )
+
+
+class IndexOutage:
+    """The outage of one node. It runs on the node's event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = math.inf
+        self._lack = ""
+        self._logged = ""
+
+    def note(self, surveyed: Surveyed) -> None:
+        """Take in what the node sees now, and log what it lacks, once."""
+        now, self._lack = self._clock(), surveyed.lack
+        self._since = min(self._since, now) if self._lack else math.inf
+        if not self._lack:
+            self._logged = ""
+        for line in self.advice():
+            if not self._logged:
+                logger.warning("%s", line)
+                self._logged = line
+
+    def advice(self) -> tuple[str, ...]:
+        """Return at most one line; none in the first ADVISE_AFTER_S."""
+        return (self._lack,) if self._lack and self._clock() - self._since >= ADVISE_AFTER_S else ()

@@ -1,6 +1,8 @@
 """The role of a node in the network: reachable by everyone, behind a router, or alone on its machine."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.config import NetworkSection
@@ -75,6 +77,32 @@ class Role:
         times instead of 18. It relays 57 MB/s there.
         """
         return {"GOMAXPROCS": "1"} if self.is_relay else {}
+
+
+_REOPEN_INTERVAL_S = 60.0
+
+
+class ReservationWatch:
+    """Notices that a relay is back and holds no reservation of this node any more.
+
+    libp2p asks a relay that failed once again only after an hour; a new daemon asks at once.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._had_reservation = False
+        self._was_lost = False
+        self._reopened_at = -math.inf
+
+    def needs_new_daemon(self, *, has_reservation: bool, is_relay_connected: bool) -> bool:
+        """Take in what is there now. Returns True once after each loss, when a relay is connected again."""
+        self._was_lost = not has_reservation and (self._was_lost or self._had_reservation or not is_relay_connected)
+        self._had_reservation = has_reservation
+        is_too_soon = self._clock() - self._reopened_at < _REOPEN_INTERVAL_S
+        if not self._was_lost or not is_relay_connected or is_too_soon:
+            return False
+        self._was_lost, self._reopened_at = False, self._clock()
+        return True
 
 
 def addresses_from_daemon(
