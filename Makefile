@@ -47,11 +47,11 @@ vllm:  ## vLLM in .venv-vllm, for a GPU where there is one (VLLM=cuda or cpu), a
 	$(VLLM_VENV)/bin/python -m pytest --timeout 900 tests/unit/test_engine_contract.py tests/unit/test_vllm_engine.py
 
 LM_EVAL_VENV := .venv-lm-eval
-# It asks for some thirty further packages, so it has an environment of its own, with the versions of the locks.
+# It asks for some thirty further packages, so it has an environment of its own.
 lmeval:  ## lm-eval in .venv-lm-eval, and the test that measures an exported policy with it
 	@$(MAKE) --no-print-directory setup VENV=$(LM_EVAL_VENV)
-	@grep -ohE '^[A-Za-z0-9._-]+==[^ ;\\]+' requirements.lock requirements-dev.lock requirements-torch.lock >$(LM_EVAL_VENV)/pins.txt
-	@$(LM_EVAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(LM_EVAL_VENV)/pins.txt "lm_eval[hf]==0.4.13"
+	@$(LM_EVAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --require-hashes \
+		-r requirements-lmeval.lock
 	$(LM_EVAL_VENV)/bin/python -m pytest tests/e2e/test_use_a_policy.py -k lm_eval
 
 SEED ?= 1

@@ -26,6 +26,9 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 ROOT = Path(__file__).parents[1]
 PURE_SOURCES = {"cellpylib", "prefetch-generator", "python-baseconv", "varint", "zss"}
 """Packages that are on the index as source only. `test_what_is_built_from_source_is_pure_python` looks at them."""
+PURE_SOURCES_OF_LM_EVAL = {"rouge-score", "sqlitedict", "word2number"}
+"""The same, in an environment that only `make lmeval` makes."""
+LM_EVAL = "lm_eval[hf]==0.4.13"
 INSTALLED_OTHERWISE = re.compile(r"torch|triton|(nvidia|cuda)-.*|pip")
 """torch, with what its build for CUDA brings, has a lock of its own; every environment brings its own pip."""
 PIN = re.compile(r"^[A-Za-z0-9._-]+==[^\s\\]+", re.MULTILINE)
@@ -95,7 +98,7 @@ def locked(package: dict[str, Any], targets: Sequence[Target] = TARGETS) -> str:
     needing = [target for target in targets if target.needs(package)]
     files = {wheel["url"].rpartition("/")[2]: wheel["hashes"]["sha256"] for wheel in package.get("wheels", ())}
     digests = {digest for filename, digest in files.items() if any(target.takes(filename) for target in needing)}
-    if not files and name in PURE_SOURCES:
+    if not files and name in PURE_SOURCES | PURE_SOURCES_OF_LM_EVAL:
         digests = {package["sdist"]["hashes"]["sha256"]}
     elif lacking := [target for target in needing if not any(target.takes(filename) for filename in files)]:
         sys.exit(
@@ -151,6 +154,11 @@ def main() -> None:
     write("requirements.lock", runtime)
     write("requirements-dev.lock", {name: every[name] for name in every.keys() - runtime.keys()})
     write("requirements-build.lock", resolve("--group", "build", "--python-version", "3.11", pins=as_pins(every)))
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as wanted:
+        wanted.write(LM_EVAL)
+        wanted.flush()
+        lm_eval = resolve(wanted.name, "--python-version", "3.11", pins=as_pins(every))
+    write("requirements-lmeval.lock", {name: lm_eval[name] for name in lm_eval.keys() - every.keys()})
     for lock in ("requirements-vllm.lock", "requirements-vllm-cpu.lock", "requirements-vllm-cuda.lock"):
         listed = [f"{pin} ; {VLLM_ONLY}" for pin in pins_of(lock)]
         write(lock, resolve("--python-version", "3.11", pins=listed, as_constraints=False), VLLM_TARGETS)

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from swarm.network.memory.gossip import MAX_NEW_PER_HEARTBEAT
-from swarm.network.memory.transport import MAX_ENTRIES_PER_AUTHOR, Faults, MemoryTransport
+from swarm.network.memory.transport import Faults, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
+from swarm.network.peer_index import MAX_ENTRIES_PER_AUTHOR
 from swarm.simulation.light_node import LightNode
 from swarm.simulation.simulation import Simulation, SimulationSettings
 from tests.swarm import mallory as deeds

@@ -63,6 +63,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "silo rotate": [],
     "stage": ["--node.device", "nonsense"],
     "status": ["node"],
+    "tasks check": ["--tasks", "1", "--json"],
     "testbed": ["--nodes", "1", "--node.device", "nonsense"],
     "top": ["node"],
 }

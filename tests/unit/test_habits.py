@@ -43,7 +43,7 @@ def test_workflow_runs_what_everyone_runs_with_no_right_to_write() -> None:
         assert job["timeout-minutes"] <= 60
         assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
     runs = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in workflow["jobs"].items()}
-    assert runs == {"check": [".ci/run"], "vllm": ["make vllm VLLM=cpu"]}
+    assert runs == {"check": [".ci/run"], "vllm": ["make vllm VLLM=cpu"], "lmeval": ["make lmeval"]}
     commands = re.findall(r"^make (\w+)", (house.ROOT / ".ci/run").read_text(), re.MULTILINE)
     assert commands and set(commands) <= TARGETS
 

@@ -150,6 +150,7 @@ LOCKS = {
     "requirements.lock": 50,
     "requirements-dev.lock": 50,
     "requirements-build.lock": 5,
+    "requirements-lmeval.lock": 25,
     "requirements-vllm.lock": 50,
     "requirements-vllm-cuda.lock": 40,
     "requirements-vllm-cpu.lock": 2,
