@@ -27,14 +27,16 @@ demo: $(INSTALLED)  ## A swarm of four nodes that learn from each other, on this
 quick: $(READY) format lint types  ## While you work: format, lint, types and the quick unit tests, in about a minute
 	$(BIN)/python -m pytest -n $(WORKERS) --timeout 60 $$($(BIN)/python -m tests.quick)
 
-TESTS ?= tests/swarm tests/unit tests/fuzz
-test: $(READY)  ## Unit tests, fuzzing, and swarms in one process: under six minutes
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone" $(TESTS)
+TESTS ?= tests/unit tests/fuzz
+# Property tests draw 25 examples each, and 100 in `make check`.
+EXAMPLES ?= short
+test: $(READY)  ## Unit tests and fuzzing: about six minutes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile $(EXAMPLES) -m "not alone" $(TESTS)
 
 # What takes long comes first; tests whose deadlines bear no load run one after the other.
-check: $(READY)  ## All checks: also format, types, security, documentation, swarms of real processes and namespaces. CI runs it
+check: $(READY)  ## All checks, which CI runs: also swarms in one process, in processes and in namespaces; types, security, docs
 	@$(MAKE) --no-print-directory -j 2 format lint types security audit docs
-	@$(MAKE) --no-print-directory test TESTS="tests/e2e $(TESTS)"
+	@$(MAKE) --no-print-directory test TESTS="tests/e2e tests/swarm $(TESTS)" EXAMPLES=swarm
 	$(BIN)/python -m pytest -m alone tests/e2e
 
 VLLM ?= $(if $(shell command -v nvidia-smi),cuda,cpu)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 # How long an example takes depends on what else the machine does; pytest bounds the whole test.
 settings.register_profile("swarm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("short", settings.get_profile("swarm"), max_examples=25)
 settings.load_profile("swarm")
 
 # Prepared data sets go here, in this process and in those that it starts, and not into the cache of whoever runs the tests.

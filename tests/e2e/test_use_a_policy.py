@@ -122,6 +122,7 @@ class Terminal:
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.said = ""
+        self._end_of_found = 0
         self.pid, self._screen = pty.fork()
         if not self.pid:
             os.environ["TERM"] = "dumb"
@@ -131,16 +132,17 @@ class Terminal:
         os.write(self._screen, keys.encode())
 
     def until(self, text: str, timeout_s: float = 90.0) -> None:
-        """Read on until something new has `text`."""
-        start, end = len(self.said), time.monotonic() + timeout_s
-        while text not in self.said[start:]:
+        """Read on until it says `text`, after what was waited for before."""
+        end = time.monotonic() + timeout_s
+        while (found := self.said.find(text, self._end_of_found)) < 0:
             assert time.monotonic() < end, self.said
             if select.select([self._screen], [], [], 1.0)[0]:
                 try:
                     self.said += os.read(self._screen, 65536).decode(errors="replace")
                 except OSError:  # it has ended
-                    assert text in self.said[start:], self.said
+                    assert text in self.said[self._end_of_found :], self.said
                     return
+        self._end_of_found = found + len(text)
 
     def until_more(self, num_chars: int) -> None:
         """Read on until there are so many characters more."""
