@@ -246,3 +246,13 @@ def test_run_eval_sample_and_export_work_on_one_folder(tmp_path: Path) -> None:
     fresh = swarm("run", "n/config.toml", "--fresh", "--node.dir", "n", cwd=tmp_path)
     assert "earlier run moved to" in fresh.stdout
     assert (tmp_path / "n" / "previous-001" / "metrics.jsonl").exists()
+
+
+def test_a_node_that_was_moved_is_not_begun_anew_in_its_old_folder(tmp_path: Path) -> None:
+    home = tmp_path / "moved"
+    (home / "checkpoints").mkdir(parents=True)
+    (home / "config.toml").write_text(f'[node]\ndir = "{tmp_path}/old"\n')
+    told = swarm("run", str(home / "config.toml"), "--dry-run")
+    assert told.returncode == 3 and f"add --node.dir {home}" in told.stderr
+    moved = swarm("run", str(home / "config.toml"), "--node.dir", str(home), "--dry-run")
+    assert moved.returncode == 0 and f'dir = "{home}"' in moved.stdout

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -65,6 +66,7 @@ def run(
 
     layers = given_layers(config or [], _OPTIONS)
     resolved, origin = resolve(layers), origin_in(layers)
+    _check_home(resolved.node.dir, origin(["node", "dir"]) or "")
     if gpus is not None:
         if end_when_stuck:
             raise ConfigError(
@@ -82,6 +84,17 @@ def run(
         raise typer.Exit(_supervise(config or [], fresh=fresh))
     prepare_imports(resolved)
     run_to_the_end(resolved, fresh=fresh, end_when_stuck=end_when_stuck)
+
+
+def _check_home(folder: Path, source: str) -> None:
+    """Raise ConfigError for the config.toml of a node that was moved: it names the old folder, and would begin anew there."""
+    home = Path(source).parent
+    is_of_node = Path(source).name == "config.toml" and (home / "checkpoints").exists()
+    if is_of_node and home.resolve() != folder.resolve():
+        raise ConfigError(
+            f"node.dir must be the folder in which its config.toml lies, got {folder} in {source}; if the node was moved, add "
+            f"--node.dir {home}"
+        )
 
 
 def run_to_the_end(config: "Config", *, fresh: bool, end_when_stuck: bool) -> None:

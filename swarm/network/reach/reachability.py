@@ -372,18 +372,16 @@ class IndexOutage:
         self._clock = clock
         self._since = math.inf
         self._lack = ""
-        self._logged = ""
+        self._is_logged = False
 
     def note(self, surveyed: Surveyed) -> None:
         """Take in what the node sees now, and log what it lacks, once."""
-        now, self._lack = self._clock(), surveyed.lack
-        self._since = min(self._since, now) if self._lack else math.inf
-        if not self._lack:
-            self._logged = ""
-        for line in self.advice():
-            if not self._logged:
-                logger.warning("%s", line)
-                self._logged = line
+        self._lack = surveyed.lack
+        self._since = min(self._since, self._clock()) if self._lack else math.inf
+        self._is_logged = self._is_logged and bool(self._lack)
+        if self.advice() and not self._is_logged:
+            logger.warning("%s", self._lack)
+            self._is_logged = True
 
     def advice(self) -> tuple[str, ...]:
         """Return at most one line; none in the first ADVISE_AFTER_S."""
