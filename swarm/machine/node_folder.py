@@ -14,7 +14,7 @@ MAX_CONFIG_BYTES = 1 << 20
 TASKS = "tasks"
 """Folder of reward functions and rows that a Python program has given, each in a folder named by its content."""
 _KEPT_ON_FRESH_START = {
-    "lock", "manifest.toml", "peers.json", "ports.json", "reputation.json", "silo.roll", "silo.invite",
+    "lock", "manifest.toml", "peers.json", "ports.json", "reached.json", "reputation.json", "silo.roll", "silo.invite",
     "silo-owner.key", "silo-owner.silo", "page.token", TASKS,
 }  # fmt: skip
 """What a fresh start keeps besides the files of the identity: swarm, known peers, ports, reputation, membership, task files."""

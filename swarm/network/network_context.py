@@ -9,6 +9,7 @@ from swarm.config import NetworkSection
 from swarm.network.index_entry import IndexValidator
 from swarm.network.own_ports import PORTS_FILE, OwnPorts
 from swarm.network.peers.dialling import Dialling
+from swarm.network.reach.reachability import REACHED_FILE
 from swarm.network.transport import Admits, TrafficCounter, everybody
 from swarm.records.identity import Identity
 
@@ -25,6 +26,8 @@ class NetworkContext:
     ports: OwnPorts
     dialling: Dialling
     traffic: TrafficCounter
+    reached_file: Path | None
+    """Stores where peers could dial this node; None stores nothing."""
 
     @classmethod
     def of(
@@ -36,7 +39,7 @@ class NetworkContext:
         validator: IndexValidator | None = None,
         admits: Admits = everybody,
     ) -> Self:
-        """Make it from the settings. `folder` stores the ports for the next start. Raises ConfigError."""
+        """Make it from the settings. `folder` stores what the next start goes on with. Raises ConfigError."""
         ports = OwnPorts(None if folder is None else folder / PORTS_FILE)
         return cls(
             config=config,
@@ -46,6 +49,7 @@ class NetworkContext:
             ports=ports,
             dialling=Dialling.of(config),
             traffic=TrafficCounter(),
+            reached_file=None if folder is None else folder / REACHED_FILE,
         )
 
     def rng(self, purpose: str) -> random.Random:

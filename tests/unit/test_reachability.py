@@ -5,10 +5,12 @@ import contextlib
 import random
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from swarm.errors import RequestError
+from swarm.network.peers.dialling import MAX_AGE_S
 from swarm.network.reach.dial_back import answers_as, is_signed_by
 from swarm.network.reach.reachability import (
     ADVISE_AFTER_S,
@@ -16,7 +18,9 @@ from swarm.network.reach.reachability import (
     MAX_TEST_BYTES,
     NUM_WITNESSES,
     PROBE_INTERVAL_S,
+    REACHED_FILE,
     IndexOutage,
+    LastReached,
     ReachabilityResult,
     ReachabilityWatch,
     ReachService,
@@ -216,6 +220,9 @@ def asks(*answers: bytes | None):
     return ask
 
 
+PROVEN = TcpAddress("ip4", "11.0.0.3", 4001)
+
+
 def watch(clock: Clock, **settings: object) -> ReachabilityWatch:
     defaults: dict[str, object] = {"setting": "auto", "is_local": False, "has_known_peers": True}
     return ReachabilityWatch(**(defaults | settings), clock=clock)  # type: ignore[arg-type]
@@ -240,6 +247,40 @@ async def test_reachable_node_is_demoted_by_the_second_failure_only() -> None:
     assert not await watched.look(asks(b"\x00"), [PEER], [4001])
     assert await watched.look(asks(b"\x00"), [PEER], [4001])
     assert not watched.is_reachable
+
+
+async def test_node_that_was_dialled_hosts_again_at_once_until_peers_deny_it() -> None:
+    watched = watch(Clock())
+    watched.resume(PROVEN)
+    assert watched.is_reachable and watched.proven == PROVEN and watched.is_due([])
+    assert not await watched.look(asks(b"\x00"), [PEER], [4001])
+    assert await watched.look(asks(b"\x00"), [PEER], [4001])
+    assert not watched.is_reachable and watched.proven is None
+    for settings in ({"setting": "private"}, {"setting": "auto", "is_local": True}):
+        other = watch(Clock(), **settings)
+        other.resume(PROVEN)
+        assert other.proven is None, settings
+
+
+def test_last_address_counts_on_the_same_machine_for_a_week(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock, path = Clock(), tmp_path / REACHED_FILE
+    last = LastReached(path, clock)
+    assert last.read([4001], ["11.0.0.3"]) is None and not caplog.messages
+    last.write(PROVEN, ["11.0.0.3"])
+    assert last.read([4001], ["11.0.0.3"]) == PROVEN
+    assert last.read([4002], ["11.0.0.3"]) is None
+    assert last.read([4001], ["11.0.0.3", "192.168.0.2"]) is None
+    clock.now += MAX_AGE_S
+    assert last.read([4001], ["11.0.0.3"]) is None
+    clock.now -= MAX_AGE_S + 1
+    assert last.read([4001], ["11.0.0.3"]) is None, "a clock that was set back says nothing of its age"
+    clock.now += 1
+    last.write(None, [])
+    assert not path.exists()
+    path.write_text('{"address": "/ip4/11.0.0.3/tcp/4001"}')
+    assert last.read([4001], []) is None
+    assert "asking peers again" in caplog.text
+    assert LastReached(None).read([4001], []) is None
 
 
 async def test_first_peer_is_asked_at_once() -> None:

@@ -76,7 +76,7 @@ def bootstrap(
     number of them, and continues without them.
 
     Reads: the manifest, if one is named.
-    Writes: its identity, peers.json, ports.json, status.json and logs/ in --dir.
+    Writes: its identity, peers.json, ports.json, reached.json, status.json and logs/ in --dir.
 
     Examples:
       swarm bootstrap --manifest friends.swarm.toml \\

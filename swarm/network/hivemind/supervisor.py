@@ -21,8 +21,15 @@ from swarm.network.network_context import NetworkContext
 from swarm.network.peers.dialling import Reach
 from swarm.network.peers.known_peers import Joining, KnownPeers
 from swarm.network.peers.peer_routing import PeerRouting, SessionSlot
-from swarm.network.peers.surroundings import Surroundings
-from swarm.network.reach.reachability import Ask, IndexOutage, ReachabilityWatch, Surveyed, interleaved_by_network
+from swarm.network.peers.surroundings import Surroundings, announced_addresses, local_addresses
+from swarm.network.reach.reachability import (
+    Ask,
+    IndexOutage,
+    LastReached,
+    ReachabilityWatch,
+    Surveyed,
+    interleaved_by_network,
+)
 from swarm.network.reach.role import ReservationWatch, role_of
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import CIRCUIT, TcpAddress, parse_setting, with_actual_ports
@@ -81,9 +88,9 @@ class SessionSupervisor:
             is_local=all(address.is_loopback for address in self._listen),
             has_known_peers=bool(peers.configured()),
         )
+        self._last_reached = LastReached(context.reached_file)
         self._outage = IndexOutage()
         self._reservation = ReservationWatch()
-        self._own_addresses: tuple[TcpAddress, ...] = ()  # as the system assigned them, at the last look from outside
 
     @property
     def is_reachable(self) -> bool:
@@ -131,6 +138,7 @@ class SessionSupervisor:
         for attempt in range(1, _START_ATTEMPTS + 1):
             # Checked each time: another program may have taken the port of the last start a moment ago.
             self._listen = self._context.ports.reuse("listen", self._wanted)
+            self._watch.resume(self._last_reached.read(self._ports(), local_addresses()))
             try:
                 return await self._open(start + timeout_s - time.monotonic())
             except NetworkError as error:
@@ -259,24 +267,27 @@ class SessionSupervisor:
             peers = interleaved_by_network(await session.peers(), self._rng)
         except NetworkError:
             return  # the next check of the daemon says more
-        if (
-            not self._announce and self._watch.proven is None
-        ):  # otherwise these are the announced addresses, not the real ones
-            own = (TcpAddress.parse(text) for text in session.addresses)
-            self._own_addresses = tuple(one for one in own if one.relay_id is None and not one.is_loopback)
-        # Not the daemon's addresses: one in the private role does not report its public addresses.
-        ports = tuple(dict.fromkeys(one.port for one in self._announce or self._listen if not one.is_loopback))
-        if await self._watch.look(self._ask_about_reach, peers, ports):
+        has_changed = await self._watch.look(self._ask_about_reach, peers, self._ports())
+        self._last_reached.write(self._watch.proven, local_addresses())
+        if has_changed:
             now = f"can be dialled at {self._watch.proven}" if self._watch.is_reachable else "cannot be dialled"
             logger.info("asked %d peers: this node %s; its role in the network changes", len(peers), now)
             await self._reopen(session)
 
     def _announced(self) -> tuple[TcpAddress, ...]:
         """Return the addresses to announce: configured ones, or the listening ones and the proven one behind a router."""
-        proven, own = self._watch.proven, self._own_addresses
+        proven = self._watch.proven
+        own = tuple(map(TcpAddress.parse, announced_addresses(map(str, self._listen))))
         if self._announce or proven is None or proven in own:
             return self._announce
-        return (proven, *own)
+        return (proven, *(one for one in own if not one.is_loopback))
+
+    def _ports(self) -> tuple[int, ...]:
+        """Return the ports at which others may dial this node.
+
+        Not those of the daemon's addresses: one in the private role does not report its public addresses.
+        """
+        return tuple(dict.fromkeys(one.port for one in self._announce or self._listen if not one.is_loopback))
 
     def _pause_s(self, attempt: int) -> float:
         """Return a pause that grows by half with each attempt, times a random factor from 0.5 to 1."""
