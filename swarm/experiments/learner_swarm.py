@@ -100,6 +100,8 @@ class LearnerSwarm:
 
     def __init__(self, configs: Sequence[Config], seed: int, make_reader: MakeReader | None = None) -> None:
         """`make_reader`: makes the reader of every node; by default one that relies on admission alone."""
+        self.last_rows: list[Mapping[str, Any]] = []
+        """What the nodes wrote as metrics of the last round, in their order."""
         self._make_reader = make_reader or _plain_reader
         self._seed = seed
         self._answers_below_floor = 0
@@ -127,7 +129,7 @@ class LearnerSwarm:
             self._now_s += _TURN_S
         self._num_rounds += 1
         self._pairing.advance(self._num_rounds)
-        ordered = [row for _, row in sorted(rows.items())]
+        self.last_rows = ordered = [row for _, row in sorted(rows.items())]
         trained, tokens_trained = [0] * len(self._nodes), [0.0] * len(self._nodes)
         for number, row in rows.items():
             group_size = self._nodes[number].config.rollouts.group_size
@@ -147,9 +149,12 @@ class LearnerSwarm:
             tokens_trained=tuple(tokens_trained),
         )
 
-    def evaluate(self, phase: str, num_nodes: int | None = None) -> list[dict[str, float]]:
-        """Reward of sampled answers to held-out tasks by source, for the first `num_nodes` or all."""
-        return [dict(node.learner.evaluate(phase)["accuracy"]) for node in self._nodes[:num_nodes]]
+    def evaluate(self, phase: str, num_nodes: int | None = None, draw: int = 0) -> list[dict[str, float]]:
+        """Reward of sampled answers to held-out tasks by source, for the first `num_nodes` or all.
+
+        Each `draw` samples other answers to the same tasks.
+        """
+        return [dict(node.learner.evaluate(phase, draw)["accuracy"]) for node in self._nodes[:num_nodes]]
 
     @property
     def num_answers_below_floor(self) -> int:

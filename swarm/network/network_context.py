@@ -9,7 +9,7 @@ from swarm.config import NetworkSection
 from swarm.network.index_entry import IndexValidator
 from swarm.network.own_ports import PORTS_FILE, OwnPorts
 from swarm.network.peers.dialling import Dialling
-from swarm.network.reach.reachability import REACHED_FILE
+from swarm.network.reach.role import REACHED_FILE
 from swarm.network.transport import Admits, TrafficCounter, everybody
 from swarm.records.identity import Identity
 

@@ -281,10 +281,11 @@ class Learner:
             WarmStart(self._config, self.policy, steps, self._mixture).run(should_stop)
             steps.write(steps.read(), turned=steps.read())  # RL begins with moments of its own
 
-    def evaluate(self, phase: str) -> MetricsRow:
+    def evaluate(self, phase: str, draw: int = 0) -> MetricsRow:
         """Measure the mean reward of answers to held-out tasks, which are the same on every node and at every time.
 
-        A task has one answer, and more where its source has few tasks and answers are sampled.
+        A task has one answer, and more where its source has few tasks and answers are sampled. Each `draw` samples other
+        answers.
         """
         config = self._config.evaluation
         tasks = self._mixture.held_out(config.tasks_per_source)
@@ -295,7 +296,7 @@ class Learner:
             "evaluating %s to %s, at most %d of a source (evaluation.tasks_per_source)",
             counted(len(tasks), "answer"), counted(num_tasks, "held-out task"), config.tasks_per_source,
         )  # fmt: skip
-        scores = self._worker.evaluate(tasks, temperature=config.temperature, seed=self._seed("evaluation"))
+        scores = self._worker.evaluate(tasks, temperature=config.temperature, seed=self._seed("evaluation", draw))
         accuracy = {source: sum(values) / len(values) for source, values in sorted(scores.items()) if values}
         mean = sum(accuracy.values()) / len(accuracy) if accuracy else 0.0
         logger.info("held-out reward %.3f, mean of %s", mean, counted(len(accuracy), "source"))

@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 _WINDOW_ROWS = 48
 _RECENT_ROWS = 8
 _SPIKE_ROWS = 5
-_COLUMNS = (
+COLUMNS = (
     "rollout/reward_mean", "train/entropy", "train/ess_fraction", "train/kl", "train/grad_norm",
     "train/clip_fraction", "train/skip_reason", "rollout/groups", "rollout/failed_tasks",
 )  # fmt: skip
+"""What is read of a row."""
 
 _REWARD_AT_START = "reward at the start"
 """Column with the mean reward of the first rounds of the run, the same in every row of the window."""
@@ -35,23 +36,31 @@ class HealthWatch:
         self._rows: deque[dict[str, Any]] = deque(maxlen=_WINDOW_ROWS)
         self._quiet_rows: dict[str, int] = {}
         """Number of rows since each problem was last seen, for problems of the last 8 rows."""
+        self._found: dict[str, str] = {}
+        """{check: text} after the newest row."""
         self._first_rewards: list[float] = []
         """Mean rewards of the first rounds of the run."""
 
     def observe(self, row: Mapping[str, Any]) -> list[str]:
         """Warnings that hold after this round's row; those of a new episode are logged."""
-        kept = {name: row.get(name) for name in _COLUMNS}
+        begun = self.begun(row)
+        for name in begun:
+            logger.warning("round %s: %s", row.get("round", "?"), self._found[name])
+        return list(self._found.values())
+
+    def begun(self, row: Mapping[str, Any]) -> list[str]:
+        """Take in the row of a round. Returns the names of the checks whose problem was not there in the last 8 rows."""
+        kept = {name: row.get(name) for name in COLUMNS}
         if len(self._first_rewards) < _RECENT_ROWS and (reward := kept["rollout/reward_mean"]) is not None:
             self._first_rewards.append(reward)
         kept[_REWARD_AT_START] = fmean(self._first_rewards) if len(self._first_rewards) == _RECENT_ROWS else None
         self._rows.append(kept)
         found = {name: text for name, check in CHECKS.items() if (text := check(self._rows))}
-        for name, text in found.items():
-            if name not in self._quiet_rows:
-                logger.warning("round %s: %s", row.get("round", "?"), text)
+        begun = [name for name in found if name not in self._quiet_rows]
         aged = {name: quiet + 1 for name, quiet in self._quiet_rows.items() if quiet + 1 < _RECENT_ROWS}
         self._quiet_rows = aged | dict.fromkeys(found, 0)
-        return list(found.values())
+        self._found = found
+        return begun
 
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs, for JSON."""
@@ -60,7 +69,7 @@ class HealthWatch:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        columns = (*_COLUMNS, _REWARD_AT_START)
+        columns = (*COLUMNS, _REWARD_AT_START)
         self._rows = deque(({name: row.get(name) for name in columns} for row in state["rows"]), maxlen=_WINDOW_ROWS)
         self._quiet_rows = dict(state["quiet_rows"])
         self._first_rewards = list(state.get("first_rewards", ()))  # not in what 0.1.0 wrote

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -222,3 +223,43 @@ def test_lm_eval_measures_an_exported_policy_on_a_task_of_ones_own(folder: Path,
     found = json.loads(results.read_text())["results"]["sums"]
     answer = chat(folder, "What is 3 + 4?\n", "--max-tokens", "8").stdout.strip()
     assert found["exact_match,none"] == float(answer == "7")
+
+
+def test_run_eval_sample_and_export_work_on_one_folder(tmp_path: Path) -> None:
+    ran = swarm(
+        "run",
+        "--node.dir",
+        "n",
+        "--node.max_rounds",
+        "2",
+        "--network.backend",
+        "off",
+        "--evaluation.tasks_per_source",
+        "1",
+        cwd=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stderr
+    evaluated = swarm("eval", "--dir", "n", "--tasks", "2", "--json", cwd=tmp_path)
+    assert 0 <= json.loads(evaluated.stdout)["reward_mean"] <= 1
+    sampled = swarm("sample", "--dir", "n", cwd=tmp_path, stdin="1 + 1 =\nagain\n")
+    assert len(sampled.stdout.splitlines()) == 2, sampled.stderr
+    tried = swarm("sample", "--dir", "n", "--tasks", "1", "--show-prompt", cwd=tmp_path)
+    assert len(re.findall(r"^  → .*\(reward \d\.\d\d\)$", tried.stdout, re.M)) == 6, tried.stdout
+    for form, what in (("merged", "model"), ("adapter", "adapter")):
+        exported = swarm("export", form, "--dir", "n", "--format", form, cwd=tmp_path)
+        assert exported.returncode == 0, exported.stderr
+        assert exported.stdout == f"{what} of round 2 written to {form}\n"
+        (line,) = exported.stderr.splitlines()
+        assert line.startswith("loading policy"), "no progress bars"
+    check = (
+        "import sys\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "print(AutoModelForCausalLM.from_pretrained('merged').num_parameters())\nAutoTokenizer.from_pretrained('merged')"
+    )
+    loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert int(loaded.stdout) > 100_000, loaded.stderr
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+    refused = swarm("export", "merged", "--dir", "n", cwd=tmp_path)
+    assert refused.returncode != 0
+    fresh = swarm("run", "n/config.toml", "--fresh", "--node.dir", "n", cwd=tmp_path)
+    assert "earlier run moved to" in fresh.stdout
+    assert (tmp_path / "n" / "previous-001" / "metrics.jsonl").exists()

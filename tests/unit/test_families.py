@@ -3,8 +3,9 @@
 The reference is an unpadded forward pass per answer of plain transformers and peft, over the exported adapter.
 """
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,9 @@ def _check_family(name: str, policy: Policy, tmp_path: Path) -> None:
         assert got == pytest.approx(wanted.tolist(), abs=family.sampling_tolerance)
     for sequence, wanted in zip(sequences, expected, strict=True):
         assert (_unpadded(exported["merged"], sequence) - wanted).abs().max() <= TOLERANCE
-    _check_training(policy, sequences, expected)
+    _check_training(policy, sequences, expected, itertools.product((False, True), repeat=2))
     two_tokens = [(prompt, answer[:2]) for prompt, answer in sequences]  # many families continue by one token otherwise
-    _check_training(policy, two_tokens, [wanted[:2] for wanted in expected])
+    _check_training(policy, two_tokens, [wanted[:2] for wanted in expected], [(False, False), (True, False)])
 
 
 def _exported(policy: Policy, folder: Path) -> dict[str, Any]:
@@ -101,27 +102,32 @@ def _sampled(policy: Policy, *, is_in_slots: bool) -> tuple[list[TokenSequence],
     return [(prompt, answer.token_ids) for prompt, answer in pairs], [answer.policy_logprobs for _, answer in pairs]
 
 
-def _check_training(policy: Policy, sequences: Sequence[TokenSequence], expected: Sequence[Tensor]) -> None:
+def _check_training(
+    policy: Policy,
+    sequences: Sequence[TokenSequence],
+    expected: Sequence[Tensor],
+    ways: Iterable[tuple[bool, bool]],
+) -> None:
+    """Check log-probs and gradients computed in each of `ways`: (prompts are shared, layers are recomputed)."""
     factors = {name: one for name, one in policy.model.named_parameters() if one.requires_grad}
     first: Tensor | None = None
-    for share_prompts in (False, True):
-        for recompute_layers in (False, True):
-            policy.model.zero_grad()
-            result = token_logprobs(
-                policy.model,
-                sequences,
-                policy.pad_token_id,
-                share_prompts=share_prompts,
-                recompute_layers=recompute_layers,
-            )
-            for row, wanted in enumerate(expected):
-                assert (result.logprobs[row, : len(wanted)] - wanted).abs().max() <= TOLERANCE
-            result.logprobs.sum().backward()
-            without = [name for name, one in factors.items() if one.grad is None or not one.grad.any()]
-            assert without == []
-            gradient = torch.cat([one.grad.flatten() for one in factors.values() if one.grad is not None])
-            first = gradient if first is None else first
-            assert (gradient - first).norm() <= GRADIENT_TOLERANCE * first.norm()
+    for share_prompts, recompute_layers in ways:
+        policy.model.zero_grad()
+        result = token_logprobs(
+            policy.model,
+            sequences,
+            policy.pad_token_id,
+            share_prompts=share_prompts,
+            recompute_layers=recompute_layers,
+        )
+        for row, wanted in enumerate(expected):
+            assert (result.logprobs[row, : len(wanted)] - wanted).abs().max() <= TOLERANCE
+        result.logprobs.sum().backward()
+        without = [name for name, one in factors.items() if one.grad is None or not one.grad.any()]
+        assert without == []
+        gradient = torch.cat([one.grad.flatten() for one in factors.values() if one.grad is not None])
+        first = gradient if first is None else first
+        assert (gradient - first).norm() <= GRADIENT_TOLERANCE * first.norm()
 
 
 def _unpadded(model: Any, sequence: TokenSequence) -> Tensor:

@@ -18,9 +18,7 @@ from swarm.network.reach.reachability import (
     MAX_TEST_BYTES,
     NUM_WITNESSES,
     PROBE_INTERVAL_S,
-    REACHED_FILE,
     IndexOutage,
-    LastReached,
     ReachabilityResult,
     ReachabilityWatch,
     ReachService,
@@ -33,7 +31,7 @@ from swarm.network.reach.reachability import (
     interleaved_by_network,
     read_greeting,
 )
-from swarm.network.reach.role import ReservationWatch
+from swarm.network.reach.role import REACHED_FILE, LastReached, ReservationWatch
 from swarm.network.tcp_address import TcpAddress
 from swarm.network.transport import RequestRefused
 from tests.unit.experience_factory import Clock

@@ -36,13 +36,13 @@ def run(settings: Mapping[str, Any]) -> Result:
     before = reference_round_s(settings["regime"])
     swarm = LearnerSwarm([node_config(settings, kind) for kind in kinds], settings["seed"])
     rows = list[RoundRow]()
-    evaluated, held_out = [0], [_evaluated(swarm, 0)]
+    evaluated, held_out = [0], [_evaluated(swarm, 0, paid_by)]
     for number in range(1, settings["num_rounds"] + 1):
         rows.append(swarm.run_round({place for place, kind in enumerate(kinds) if kind.rests(number)}))
         print(f"round {number} of {settings['num_rounds']}: reward {fmean(rows[-1].rewards):.3f}", flush=True)
         if number % settings["evaluation_interval_rounds"] == 0:
             evaluated.append(number)
-            held_out.append(_evaluated(swarm, number))
+            held_out.append(_evaluated(swarm, number, paid_by))
     slowness = fmean((before, reference_round_s(settings["regime"]))) / REFERENCE_ROUND_S[settings["regime"]]
     return {
         "arm": settings["arm"],
@@ -83,14 +83,11 @@ def reference_round_s(regime: str) -> float:
 def node_config(settings: Mapping[str, Any], kind: MemberKind) -> Config:
     """A node as it comes, but for what the arm and the kind of member change, and its learning rate."""
     arm = ARMS[settings["arm"]]
-    members = arm.members(settings["num_members"])
-    # as many held-out answers in every arm, so that the noise of their curves is alike
-    held_out_tasks = settings["held_out_tasks"] * (members if arm.is_oracle else 1)
     base = {
         "node": {"seed": settings["seed"]},
         "tasks": {"held_out_share": HELD_OUT_SHARE},
         "rollouts": {"group_size": settings["group_size"]},
-        "evaluation": {"tasks_per_source": held_out_tasks},
+        "evaluation": {"tasks_per_source": settings["held_out_tasks"]},
     }
     own = arm.node_settings(settings["num_members"], settings["groups_per_round"])
     regime = REGIMES[settings["regime"]]
@@ -103,6 +100,11 @@ def node_config(settings: Mapping[str, Any], kind: MemberKind) -> Config:
     return config.model_copy(update={"training": config.training.model_copy(update={"lr": lr})})
 
 
-def _evaluated(swarm: LearnerSwarm, number: int) -> list[float]:
-    """Held-out reward of each node, as a mean over sources."""
-    return [round(fmean(found.values()), 4) for found in swarm.evaluate(f"round {number}")]
+def _evaluated(swarm: LearnerSwarm, number: int, num_draws: int) -> list[float]:
+    """Held-out reward of each node, as a mean over sources and draws.
+
+    All arms are measured on the same tasks. The oracle, which is one node, answers each as often as the members together
+    do, so that the noise of all curves is alike.
+    """
+    draws = [swarm.evaluate(f"round {number}", draw=draw) for draw in range(num_draws)]
+    return [round(fmean(fmean(one.values()) for one in of_node), 4) for of_node in zip(*draws, strict=True)]

@@ -25,12 +25,11 @@ from swarm.network.peers.surroundings import Surroundings, announced_addresses, 
 from swarm.network.reach.reachability import (
     Ask,
     IndexOutage,
-    LastReached,
     ReachabilityWatch,
     Surveyed,
     interleaved_by_network,
 )
-from swarm.network.reach.role import ReservationWatch, role_of
+from swarm.network.reach.role import LastReached, ReservationWatch, role_of
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import CIRCUIT, TcpAddress, parse_setting, with_actual_ports
 from swarm.records.identity import write_libp2p_key

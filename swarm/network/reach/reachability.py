@@ -17,16 +17,12 @@ import random
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Literal, NamedTuple
 
 from swarm.errors import RequestError
-from swarm.machine.safe_files import read_file, replace_file
-from swarm.network.peers.dialling import MAX_AGE_S, Reach, group_of, may_be_named, network_at, reach_of
+from swarm.network.peers.dialling import Reach, group_of, may_be_named, network_at, reach_of
 from swarm.network.reach.dial_back import answers_as
 from swarm.network.tcp_address import TcpAddress, parsed
 from swarm.network.transport import RequestRefused
@@ -339,62 +335,6 @@ class ReachabilityWatch:
     def _set(self, is_reachable: bool) -> bool:
         has_changed, self.is_reachable = is_reachable != self.is_reachable, is_reachable
         return has_changed
-
-
-REACHED_FILE = "reached.json"
-_MAX_FILE_BYTES = 1 << 12
-_MAX_HOSTS = 64
-
-
-class _ReachedFile(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    version: Literal[1] = 1
-    address: Annotated[str, Field(max_length=64)]
-    hosts: Annotated[tuple[str, ...], Field(max_length=_MAX_HOSTS)]
-    found_at: float
-
-
-class LastReached:
-    """Where peers dialled this node last, for its next start. It raises nothing."""
-
-    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
-        """`path` is the file; None stores nothing."""
-        self._path = path
-        self._clock = clock
-
-    def read(self, ports: Collection[int], hosts: Collection[str]) -> TcpAddress | None:
-        """Return the address if it is at most a week old, and of this machine as it is now: its ports and addresses."""
-        if self._path is None:
-            return None
-        try:
-            stored = _ReachedFile.model_validate_json(read_file(self._path, _MAX_FILE_BYTES))
-            address = TcpAddress.parse(stored.address)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            logger.warning(
-                "cannot read where this node was dialled last, asking peers again: %s: %s", self._path, error
-            )
-            return None
-        is_fresh = 0 <= self._clock() - stored.found_at < MAX_AGE_S
-        is_here = address.port in ports and set(stored.hosts) == set(hosts)
-        return address if is_fresh and is_here and address.kind in ("ip4", "ip6") else None
-
-    def write(self, address: TcpAddress | None, hosts: Collection[str]) -> None:
-        """Store the address; with None, which means that this node cannot be dialled, forget it."""
-        if self._path is None:
-            return
-        try:
-            if address is None:
-                self._path.unlink(missing_ok=True)
-                return
-            content = _ReachedFile(
-                address=address.transport, hosts=tuple(sorted(hosts))[:_MAX_HOSTS], found_at=self._clock()
-            )
-            replace_file(self._path, content.model_dump_json(indent=1))
-        except OSError as error:
-            logger.warning("cannot store where this node was dialled: %s", error)
 
 
 ADVISE_AFTER_S = 20.0

@@ -1,0 +1,178 @@
+"""How often a node warns in healthy runs, and how early in runs that go wrong.
+
+    python benchmarks/health.py            20 healthy and 20 sick runs of both regimes: half an hour on two cores
+    python benchmarks/health.py --quick    one short swarm of each kind, under a minute
+
+Swarms of four nodes as they come, which share 24 groups of others; each node is one run. A sick swarm has one setting that a
+user may well choose wrong. A run has gone wrong where the mean reward of eight rounds is .1 below the best such mean before, or
+below the first one. The metrics of every run are kept in --dir, so that other thresholds are judged without new runs. The last
+line of the output is one JSON object: `false_alarms_per_run`, `share_warned`, `rounds_ahead_median`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from swarm.config import parse
+from swarm.experiments.learner_swarm import LearnerSwarm
+from swarm.experiments.sharing.arms import overlaid
+from swarm.experiments.sharing.cell import REGIMES
+from swarm.training.health import CHECKS, COLUMNS, HealthWatch
+
+SICK: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "learning rate × 8": {"training": {"lr": 8.0}},
+    "learning rate × 3, four epochs": {"training": {"lr": 3.0, "inner_epochs": 4}},
+    "no correction, old groups": {
+        "training": {"lr": 3.0, "correction": "none", "lr_by_ess": False, "replay_groups": 24}
+    },
+}
+"""Settings that go wrong; `lr` is a multiple of the usual one."""
+ROUNDS = {"short": 60, "reasoning": 24}
+SEEDS = {("short", True): 3, ("short", False): 1, ("reasoning", True): 2, ("reasoning", False): 1}
+"""Swarms of a kind, {(regime, whether healthy): number}: for each of SICK where they are not."""
+NUM_NODES = 4
+_QUICK_ROUNDS, _QUICK_NODES = 16, 2
+_MEAN_ROUNDS = 8
+_FALL = 0.1
+Rows = list[dict[str, Any]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short swarm of each kind")
+    parser.add_argument("--dir", type=Path, help="keep the metrics here, and go on with those that are there")
+    parser.add_argument("--swarm", help=argparse.SUPPRESS)  # one swarm, in a process of its own
+    options = parser.parse_args()
+    if options.swarm:
+        run_swarm(**json.loads(options.swarm))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        runs = runs_of(swarms(is_quick=options.quick), options.dir or Path(folder))
+    print(table(runs))
+    print(json.dumps(figures(runs)))
+
+
+def swarms(*, is_quick: bool) -> list[dict[str, Any]]:
+    """Return the arguments of `run_swarm` for each swarm, but for its file."""
+    if is_quick:
+        return [
+            {"regime": "short", "kind": kind, "seed": 0, "num_rounds": _QUICK_ROUNDS, "num_nodes": _QUICK_NODES}
+            for kind in ("", "learning rate × 8")
+        ]
+    return [
+        {"regime": regime, "kind": kind, "seed": seed, "num_rounds": ROUNDS[regime], "num_nodes": NUM_NODES}
+        for kind in ("", *SICK)
+        for regime in ROUNDS
+        for seed in range(SEEDS[regime, not kind])
+    ]
+
+
+def run_swarm(path: str, regime: str, kind: str, seed: int, num_rounds: int, num_nodes: int) -> None:
+    """Write the metrics of each node to `path`: what `HealthWatch` reads of them, a list of rows for each node."""
+    usual = parse({}).training.lr
+    chosen = {section: dict(settings) for section, settings in SICK.get(kind, {}).items()}
+    if "training" in chosen:
+        chosen["training"]["lr"] *= usual
+    config = parse(overlaid({"node": {"seed": seed}}, REGIMES[regime], chosen))
+    swarm = LearnerSwarm([config] * num_nodes, seed)
+    rows: list[Rows] = [[] for _ in range(num_nodes)]
+    for number in range(1, num_rounds + 1):
+        swarm.run_round()
+        for of_node, row in zip(rows, swarm.last_rows, strict=True):
+            of_node.append({name: row.get(name) for name in ("round", *COLUMNS)})
+        print(f"round {number} of {num_rounds}", flush=True)
+    Path(path).write_text(json.dumps(rows))
+
+
+def runs_of(wanted: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple[Mapping[str, Any], Rows]]:
+    """Return (swarm, metrics) of every node; swarms that are not there are run, two at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def read(swarm: Mapping[str, Any]) -> list[Rows]:
+        kind = swarm["kind"].replace(" ", "-").replace(",", "").replace("×", "x") or "healthy"
+        path = folder / f"{swarm['regime']}-{kind}-{swarm['num_rounds']}-rounds-{swarm['seed']}.json"
+        if not path.exists():
+            arguments = json.dumps({**swarm, "path": str(path)})
+            command = [sys.executable, __file__, "--swarm", arguments]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return json.loads(path.read_text())
+
+    with ThreadPoolExecutor(2) as pool:
+        return [(swarm, rows) for swarm, nodes in zip(wanted, pool.map(read, wanted), strict=True) for rows in nodes]
+
+
+def warnings_of(rows: Rows) -> dict[str, list[int]]:
+    """Return {check: rounds in which a new episode of it began}."""
+    watch = HealthWatch()
+    begun: dict[str, list[int]] = {}
+    for row in rows:
+        for name in watch.begun(row):
+            begun.setdefault(name, []).append(row["round"])
+    return begun
+
+
+def gone_wrong_at(rows: Rows) -> int | None:
+    """Return the round in which the mean reward of eight rounds had fallen; None where it did not fall, or rose again."""
+    rewards = [row["rollout/reward_mean"] for row in rows]
+    means = [fmean(rewards[end - _MEAN_ROUNDS : end]) for end in range(_MEAN_ROUNDS, len(rewards) + 1)]
+    fallen = [
+        place
+        for place, mean in enumerate(means)
+        if place and (mean < max(max(means[:place]) - _FALL, means[0]) or mean < means[0] - _FALL / 2)
+    ]
+    if not fallen or fallen[-1] != len(means) - 1:
+        return None
+    return fallen[0] + _MEAN_ROUNDS
+
+
+def table(runs: Sequence[tuple[Mapping[str, Any], Rows]]) -> str:
+    """Return a row for each kind of swarm: its runs, how many went wrong, and how many warned of what."""
+    kinds = dict.fromkeys((swarm["regime"], swarm["kind"]) for swarm, _ in runs)
+    lines = ["| regime | swarm | runs | went wrong | " + " | ".join(CHECKS) + " | any, and rounds ahead |"]
+    lines.append("|" + "---|" * (len(CHECKS) + 5))
+    for kind in kinds:
+        those = [rows for swarm, rows in runs if (swarm["regime"], swarm["kind"]) == kind]
+        found = [warnings_of(rows) for rows in those]
+        num_warned = Counter(name for one in found for name in one)
+        ahead = [of_run for rows in those if (of_run := rounds_ahead(rows)) is not None]
+        told = f"{sum(map(bool, found))}" + (f", {median(ahead):+.0f}" if ahead else "")
+        wrong = sum(gone_wrong_at(rows) is not None for rows in those)
+        counts = " | ".join(str(num_warned[name]) for name in CHECKS)
+        lines.append(f"| {kind[0]} | {kind[1] or 'as it comes'} | {len(those)} | {wrong} | {counts} | {told} |")
+    return "\n".join(lines)
+
+
+def rounds_ahead(rows: Rows) -> int | None:
+    """Return how many rounds before the run had gone wrong it was first warned of; None where either is missing."""
+    wrong_at, begun = gone_wrong_at(rows), warnings_of(rows)
+    if wrong_at is None or not begun:
+        return None
+    return wrong_at - min(min(rounds) for rounds in begun.values())
+
+
+def figures(runs: Sequence[tuple[Mapping[str, Any], Rows]]) -> dict[str, float]:
+    healthy = [rows for swarm, rows in runs if not swarm["kind"] and gone_wrong_at(rows) is None]
+    wrong = [rows for _, rows in runs if gone_wrong_at(rows) is not None]
+    ahead = [of_run for rows in wrong if (of_run := rounds_ahead(rows)) is not None]
+    return {
+        "healthy_runs": len(healthy),
+        "false_alarms_per_run": round(sum(bool(warnings_of(rows)) for rows in healthy) / max(len(healthy), 1), 3),
+        "runs_gone_wrong": len(wrong),
+        "share_warned": round(len(ahead) / max(len(wrong), 1), 3),
+        "rounds_ahead_median": median(ahead) if ahead else 0,
+    }
+
+
+if __name__ == "__main__":
+    main()
