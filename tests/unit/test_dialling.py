@@ -201,7 +201,7 @@ def num_dials(dialling: Dialling, clock: Clock, addresses: list[str], hours: flo
 
 def test_a_bystander_is_dialled_a_few_times_however_many_names_it_has() -> None:
     clock = Clock()
-    assert num_dials(made(clock=clock), clock, [PUBLIC], 0.5) <= 5 + 1800 / MAX_PAUSE_S
+    assert num_dials(made(clock=clock), clock, [PUBLIC], 0.5) <= MAX_FAILURES_PER_HOST + 1800 / MAX_PAUSE_S
 
 
 def test_failures_count_for_the_host_and_for_its_network() -> None:
@@ -217,7 +217,7 @@ def test_failures_count_for_the_host_and_for_its_network() -> None:
 def test_pauses_grow_and_end_when_the_peer_itself_answers() -> None:
     clock = Clock()
     dialling = made(clock=clock)
-    for pause_s in (5.0, 20.0, 80.0, 320.0, MAX_PAUSE_S, MAX_PAUSE_S):
+    for pause_s in (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, MAX_PAUSE_S, MAX_PAUSE_S):
         assert dialling.take(PEER, [PUBLIC]) == (PUBLIC,)
         clock.now_s += pause_s - 0.1
         assert dialling.take(PEER, [PUBLIC]) == dialling.take(OTHER, [PUBLIC]) == ()
@@ -250,7 +250,7 @@ def test_whoever_answers_in_place_of_a_made_up_name_is_dialled_and_the_name_is_n
         num_dials += len(dialling.take(IDS[number + 4], [PUBLIC]))
         dialling.see(PEER, [PUBLIC])  # it answers each time
         clock.now_s += 2.0
-    assert num_dials <= 4
+    assert num_dials <= 5
     assert dialling.take(PEER, [PUBLIC])
 
 

@@ -98,13 +98,13 @@ def write_peers(path: Path, peers: Mapping[str, StoredPeer]) -> None:
 MAX_CLAIMED = 64
 """Addresses of one peer that are processed; the rest is ignored."""
 FIRST_PAUSE_S = 5.0
-PAUSE_GROWTH = 4.0
+PAUSE_GROWTH = 2.0
 MAX_PAUSE_S = 600.0
-"""A host and port that did not answer is not dialled for 5 s, 20 s, 80 s, 320 s and then 600 s, whoever announces it.
-"""
+"""A host and port that did not answer is not dialled for 5 s, 10 s, 20 s and so on up to 600 s, whoever announces it. Where a
+whole swarm restarts, four dials fall into the first half minute."""
 FIRST_PROVEN_PAUSE_S = 2.0
 MAX_PROVEN_PAUSE_S = 15.0
-"""Where this node has reached a peer before, it tries that peer again after 2 s, 8 s and then 15 s: one that changes its role
+"""Where this node has reached a peer before, it tries that peer again after 2 s, 4 s, 8 s and then 15 s: one that changes its role
 is away for a moment, and may be the only one that can be dialled."""
 WINDOW_S = 600.0
 MAX_FAILURES_PER_HOST = 8
