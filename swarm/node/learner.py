@@ -40,6 +40,7 @@ from swarm.tasks.task_cursor import DifficultyTable, TaskCursor
 from swarm.tasks.task_mixture import CommonStreams, TaskMixture, no_common_streams, training_seed
 from swarm.training.experience import RolloutConverter, TrainingGroup
 from swarm.training.health import HealthWatch
+from swarm.training.policy_optimizer import AdapterTensors
 from swarm.training.step_report import StepReport
 from swarm.training.trainer import Trainer
 from swarm.types import RolloutGroup
@@ -308,9 +309,15 @@ class Learner:
         }
         return {**row, **self._position()}
 
-    @traced("checkpoint", lambda _, learner, *__: {"round": learner.round})
     def save(self, store: CheckpointStore) -> None:
         """Write everything that the next round depends on. Raises CheckpointError."""
+        store.save(self.round, *self.state())
+
+    def state(self) -> tuple[AdapterTensors, dict[str, Any]]:
+        """(tensors on the CPU, the rest for JSON): everything that the next round depends on. The next rounds change none of it.
+
+        Raises CheckpointError where stages of a pipeline do not give theirs.
+        """
         tensors, trainer_state = self._trainer.state()
         state = {
             "round": self.round,
@@ -333,7 +340,7 @@ class Learner:
         if self.merging is not None:
             merging_tensors, state["merging"] = self.merging.state()
             tensors |= merging_tensors
-        store.save(self.round, tensors, state)
+        return tensors, state
 
     def resume(self, store: CheckpointStore) -> bool:
         """Continue from the newest intact checkpoint; False where there is none.

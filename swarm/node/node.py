@@ -71,6 +71,8 @@ _STATUS_INTERVAL_S = 2.0
 _REPUTATION_INTERVAL_S = 60.0
 _STOP_GRACE_S = 2.5
 """How long a stop waits for the round in flight before it is left to the last checkpoint."""
+_WRITE_GRACE_S = 10.0
+"""How long it then waits for a checkpoint that is being written; `stop_signals.DEADLINE_S` counts both."""
 
 TransportFactory = Callable[[Config, Identity, NodeFolder, EntryValidator], Transport | None]
 
@@ -351,6 +353,7 @@ class Node:
                 stop_seen_at = stop_seen_at or time.monotonic()
                 if time.monotonic() - stop_seen_at > _STOP_GRACE_S:
                     logger.warning("left round %d unfinished; the last checkpoint stands", run.learner.round + 1)
+                    await asyncio.to_thread(run.wait_for_write, _WRITE_GRACE_S)
                     return False
         await outcome
         return True

@@ -2,13 +2,13 @@
 
     evaluate ─▶ ( run_round ─▶ metrics row ─▶ checkpoint ─▶ evaluate ─▶ rest ) … ─▶ last checkpoint ─▶ final merge ─▶ evaluate
 
-A round itself is `Learner.run_round`.
+A round itself is `Learner.run_round`. Checkpoints are written beside the rounds; only the last ones are waited for.
 """
 
 import logging
 from collections.abc import Callable
 
-from swarm.adapters.checkpoint import CheckpointStore
+from swarm.adapters.checkpoint import CheckpointStore, CheckpointWriter
 from swarm.config import Config
 from swarm.errors import CheckpointError
 from swarm.machine.node_folder import NodeFolder
@@ -56,9 +56,18 @@ class TrainingRun:
         self._controls = controls
         self._longest_round_s = 0.0
         self._store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
+        self._writer = CheckpointWriter(self._store, self._on_refusal)
 
     def run(self) -> None:
         """Train until a setting ends it or a stop is asked for. Raises what ended it otherwise."""
+        with self._writer:
+            self._run()
+
+    def wait_for_write(self, timeout_s: float) -> bool:
+        """Wait for the checkpoint that is being written, at most `timeout_s`. Returns whether it is complete. For any thread."""
+        return self._writer.wait(timeout_s)
+
+    def _run(self) -> None:
         learner = self.learner
         if learner.round == 0 and not self._controls.has_ended:
             self._warm_start()
@@ -71,6 +80,7 @@ class TrainingRun:
                 self._round()
         self._begin("writing the last checkpoint", _CHECKPOINT_LIMIT_S)
         if learner.round or not self._config.warm_start.steps:  # else it may have ended in the middle of its warm start
+            self._writer.settle()
             learner.save(self._store)
         done = self._why_done()
         if done and not self._controls.has_ended:
@@ -107,18 +117,23 @@ class TrainingRun:
             self._report.phase = "learning"
         self._rest(row["time/round_s"])
 
-    def _save(self) -> int | None:
-        """Write a checkpoint and return its round. During a run, a disk that refuses costs a checkpoint and not the node."""
-        self._begin("writing a checkpoint", _CHECKPOINT_LIMIT_S)
+    def _save(self, on_saved: Callable[[int], None] | None = None) -> None:
+        """Begin to write a checkpoint. During a run, a disk that refuses costs a checkpoint and not the node."""
+        self._begin("waiting for the checkpoint before", _CHECKPOINT_LIMIT_S)
+        self._writer.settle()  # first: two copies would take the memory twice
+        self._begin("copying what a checkpoint holds", _CHECKPOINT_LIMIT_S)
         try:
-            self.learner.save(self._store)
-            return self.learner.round
+            tensors, state = self.learner.state()
         except CheckpointError as error:
-            self._report.count_failed_step()
-            logger.error("round %d was not saved, and training goes on: %s", self.learner.round, error)
-            return None
+            self._on_refusal(self.learner.round, error)
+        else:
+            self._writer.save(self.learner.round, tensors, state, on_saved)
         finally:
             self._begin(_BETWEEN_ROUNDS, None)
+
+    def _on_refusal(self, round: int, error: CheckpointError) -> None:
+        self._report.count_failed_step()
+        logger.error("round %d was not saved, and training goes on: %s", round, error)
 
     def _why_done(self) -> str:
         """The setting that has ended training; empty while training goes on."""

@@ -39,6 +39,9 @@ class Machine:
         zeros = ("rollout/reward_mean", "rollout/tokens_per_s", "train/own_groups", "train/swarm_groups")
         return row | dict.fromkeys(zeros, 0.0)
 
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
     def save(self, store: CheckpointStore) -> None:
         self.work(self._save_s)
 
