@@ -189,6 +189,7 @@ class Node:
             if loaded is None:
                 return False
             stack.callback(loaded.mixture.close)
+            stack.callback(loaded.learner.close)
             tasks = [asyncio.create_task(work) for work in self._network_work(loaded.exchange)]
             stack.push_async_callback(_cancel, tasks)
             stack.enter_context(self._watchdog)
@@ -283,7 +284,7 @@ class Node:
         policy = load_policy(
             config.policy, device=config.node.device, hash_cache=self.folder.hash_cache, start=start_digest(config)
         )
-        return local_backend(config, policy, self.identity.peer_id)
+        return local_backend(config, policy, self.identity.peer_id, self.folder.hash_cache)
 
     def _make_exchange(self, sharing: SharingParts, policy: TextPolicy, mixture: TaskMixture) -> Exchange:
         verifier = RewardVerifier(
