@@ -10,13 +10,13 @@ import torch
 from swarm.admission.admission import Vocabulary, no_replies
 from swarm.config import Config
 from swarm.engine.engine import Engine
-from swarm.engine.engine_process import EngineProcess
 from swarm.engine.make_engine import make_engine
 from swarm.engine.pruning import Pruning
 from swarm.engine.slot_pruning import hidden_size
 from swarm.limits.weighted_sample import round_seed
 from swarm.policy.memory_probe import probe_memory
 from swarm.policy.policy import Policy, TextPolicy
+from swarm.rollouts.engine_process import EngineProcess
 from swarm.rollouts.rollouts_ahead import AheadEngine
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.training.policy_optimizer import LocalOptimizer, PolicyOptimizer

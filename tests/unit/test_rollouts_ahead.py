@@ -18,7 +18,6 @@ from torch import Tensor
 from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, PolicySection, RolloutsSection, parse
-from swarm.engine.engine_process import EngineProcess
 from swarm.engine.make_engine import make_engine
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
@@ -27,6 +26,7 @@ from swarm.node.learner import Learner, SwarmPorts
 from swarm.node.policy_backend import PolicyBackend
 from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
+from swarm.rollouts.engine_process import EngineProcess
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.types import RolloutGroup
@@ -101,7 +101,7 @@ def test_a_close_ends_the_call_of_another_thread() -> None:
 STARTS_ONE = """
 import time
 from swarm.config import PolicySection, RolloutsSection
-from swarm.engine.engine_process import EngineProcess
+from swarm.rollouts.engine_process import EngineProcess
 engine = EngineProcess(PolicySection(), RolloutsSection(), device="cpu")
 print(engine._process.pid, flush=True)
 time.sleep(600)

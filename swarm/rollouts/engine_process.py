@@ -29,7 +29,7 @@ from swarm.errors import SwarmError
 from swarm.machine.child_python import module_command
 from swarm.policy.policy import load_policy
 
-_MODULE = "swarm.engine.engine_process"
+_MODULE = "swarm.rollouts.engine_process"
 
 
 class EngineProcess:
