@@ -38,8 +38,8 @@ class Peer:
             top_k=0,
             top_p=1.0,
             max_steps=spec["max_steps"],
-            use_cpu=True,
-            bf16=False,
+            use_cpu=spec["device"] == "cpu",
+            bf16=spec["device"] == "cuda",
             gradient_checkpointing=False,
             report_to="none",
             save_strategy="no",
@@ -85,7 +85,10 @@ class Peer:
         ]
         with torch.no_grad():
             got = self.trainer._get_per_token_logps_and_entropies(
-                self.trainer.model, torch.tensor(ids), torch.tensor(mask), length
+                self.trainer.model,
+                torch.tensor(ids, device=self.trainer.model.device),
+                torch.tensor(mask, device=self.trainer.model.device),
+                length,
             )[0]
         return [row[: len(answer)].tolist() for row, (_, answer) in zip(got, pairs, strict=True)]
 

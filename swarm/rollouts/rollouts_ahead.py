@@ -63,9 +63,9 @@ class RolloutsAhead:
         return begun.result()
 
     def close(self) -> None:
-        """End the engine, and the thread with it. A round under way is lost."""
+        """End the engine, and with it the thread, which nobody waits for. A round under way is lost."""
         self._engine.close()
-        self._thread.shutdown()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _sample(self, seed: int, weights: Mapping[str, Tensor]) -> RolloutBatch:
         started_at = time.monotonic()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from swarm.node.policy_backend import PolicyBackend
 from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.rollouts.engine_process import EngineProcess
+from swarm.rollouts.worker import RolloutBatch
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.types import RolloutGroup
@@ -71,7 +73,7 @@ def test_what_is_wrong_in_the_process_is_the_error_of_this_one(process: EnginePr
     absent.close()
 
 
-def test_a_process_that_was_killed_ends_the_node_with_one_line(process: EngineProcess) -> None:
+def test_a_process_that_was_killed_ends_the_node_with_one_line() -> None:
     engine = EngineProcess(PolicySection(), RolloutsSection(), device="cpu")
     engine._process.kill()
     with pytest.raises(SwarmError, match=r"got its end by signal 9; free memory, or set rollouts\.overlap = false"):
@@ -177,6 +179,12 @@ class Run:
         self.rounds += [self.learner.round] * len(groups)
 
 
+def under_way(run: Run) -> "Future[RolloutBatch]":
+    ahead = run.learner._ahead
+    assert ahead is not None and ahead._begun is not None
+    return ahead._begun
+
+
 def versions(run: Run) -> list[tuple[int, int]]:
     return sorted({(number, group.policy_version) for number, group in zip(run.rounds, run.groups, strict=True)})
 
@@ -188,6 +196,7 @@ def test_a_round_is_sampled_with_the_weights_of_one_round_ago_and_its_groups_say
         began_at.append(run.policy.version)
         run.learner.run_round()
         weights.append(read_adapter(run.policy.model))
+    under_way(run).result(60)
     run.learner.close()
     assert began_at[-1] >= 2, "training moved the policy"
     assert versions(run) == list(enumerate(began_at[:3])), "the second round was sampled before the first step"
@@ -196,20 +205,18 @@ def test_a_round_is_sampled_with_the_weights_of_one_round_ago_and_its_groups_say
     assert len(run.twin.loaded) == 4 and run.twin.is_closed
 
 
-def test_training_does_not_wait_for_the_next_round() -> None:
+def test_training_does_not_wait_for_the_next_round_and_a_checkpoint_holds_what_was_before_it() -> None:
     run = Run(config_of())
     run.learner.run_round()
-    run.learner._ahead.take()  # type: ignore[union-attr]
+    under_way(run).result(60)
     run.twin.may_sample.clear()
-    run.learner._begin_sampling(1)
-    done = threading.Event()
-    state = run.learner.state()[1]
-    thread = threading.Thread(target=lambda: (run.learner.run_round(), done.set()))
-    thread.start()
-    assert not done.wait(0.2), "a round waits for its own answers"
-    assert run.learner.state()[1]["cursor"] == state["cursor"], "and what a checkpoint holds is of before they began"
+    assert run.learner.run_round()["round"] == 2
+    assert not under_way(run).done()
+    saved = run.learner.state()[1]
     run.twin.may_sample.set()
-    assert done.wait(60)
+    under_way(run).result(60)
+    assert run.learner.state()[1] == saved
+    assert run.learner._cursor.state() != saved["cursor"], "the tasks of the round under way are drawn"
     run.learner.close()
 
 
