@@ -81,7 +81,7 @@ def _checkpoints(folder: Path, *, num_turns: int, wide: bool) -> dict[str, float
             writer.save(2 * turn, tensors, {})
             pauses.append(time.perf_counter() - started - copies[-1])
             steps[True].append(_step(policy, optimizer))
-            writer.settle()
+            writer.finish()
             steps[False].append(_step(policy, optimizer))
             started = time.perf_counter()
             store.save(2 * turn + 1, tensors, {})

@@ -16,6 +16,7 @@ Training does not wait for the disk: `CheckpointWriter` writes on a thread, from
     checkpoint thread            └─ write, sync, rename, remove old ones ─┘
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -167,16 +168,7 @@ class CheckpointWriter:
         self._store = store
         self._on_failure = on_failure
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._in_flight: Future[None] | None = None
-
-    def settle(self) -> None:
-        """Wait for the write in flight. Raises what ended it, other than a disk that refuses."""
-        if self._in_flight is not None:
-            self._in_flight.result()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the write in flight, at most `timeout_s`. Returns whether it has ended."""
-        return self._in_flight is None or not wait([self._in_flight], timeout_s).not_done
+        self._last: Future[None] | None = None
 
     def save(
         self,
@@ -185,19 +177,34 @@ class CheckpointWriter:
         state: dict[str, Any],
         on_saved: Callable[[int], None] | None = None,
     ) -> None:
-        """Begin to write one checkpoint, after the one in flight. Raises what `settle` does.
+        """Begin to write one checkpoint, after the one in flight. Raises what `finish_earlier` does.
 
         `tensors` and `state` must not change from now on. `on_saved` is called with the round, on the thread that writes.
         """
-        self.settle()
-        self._in_flight = self._thread.submit(self._write, round, tensors, state, on_saved)
+        self.finish_earlier()
+        self._last = self._thread.submit(self._write, round, tensors, state, on_saved)
+
+    def finish_earlier(self) -> None:
+        """Wait for the write in flight. Raises what ended it; that a disk refused was reported already."""
+        with contextlib.suppress(CheckpointError):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the last write. Raises what ended it, also CheckpointError."""
+        if self._last is not None:
+            self._last.result()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the last write, at most `timeout_s`."""
+        if self._last is not None:
+            wait([self._last], timeout_s)
 
     def _write(self, round: int, tensors: Any, state: Any, on_saved: Callable[[int], None] | None) -> None:
         try:
             self._store.save(round, tensors, state)
         except CheckpointError as error:
             self._on_failure(round, error)
-            return
+            raise
         if on_saved is not None:
             on_saved(round)
 
@@ -209,7 +216,7 @@ class CheckpointWriter:
     ) -> None:
         self._thread.shutdown()
         if error is None:
-            self.settle()
+            self.finish()
 
 
 def _round_of(path: Path) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.adapters.checkpoint import CheckpointStore
+from swarm.adapters.checkpoint import CheckpointStore, CheckpointWriter
 from swarm.config import Config
 from swarm.engine.canary import Canary
 from swarm.errors import CheckpointError, TaskError
@@ -360,8 +360,8 @@ class Learner:
         }
         return {**row, **self._position()}
 
-    def save(self, store: CheckpointStore) -> None:
-        """Write everything that the next round depends on. Raises CheckpointError."""
+    def save(self, store: CheckpointStore | CheckpointWriter) -> None:
+        """Write `state`, or begin to. Raises CheckpointError."""
         store.save(self.round, *self.state())
 
     def state(self) -> tuple[AdapterTensors, dict[str, Any]]:

@@ -55,17 +55,17 @@ class TrainingRun:
         self._watchdog = watchdog
         self._controls = controls
         self._longest_round_s = 0.0
-        self._store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
-        self._writer = CheckpointWriter(self._store, self._on_refusal)
+        store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
+        self._writer = CheckpointWriter(store, self._on_refusal)
 
     def run(self) -> None:
         """Train until a setting ends it or a stop is asked for. Raises what ended it otherwise."""
         with self._writer:
             self._run()
 
-    def wait_for_write(self, timeout_s: float) -> bool:
-        """Wait for the checkpoint that is being written, at most `timeout_s`. Returns whether it is complete. For any thread."""
-        return self._writer.wait(timeout_s)
+    def wait_for_write(self, timeout_s: float) -> None:
+        """Wait for the checkpoint that is being written, at most `timeout_s`. For any thread."""
+        self._writer.wait(timeout_s)
 
     def _run(self) -> None:
         learner = self.learner
@@ -80,8 +80,7 @@ class TrainingRun:
                 self._round()
         self._begin("writing the last checkpoint", _CHECKPOINT_LIMIT_S)
         if learner.round or not self._config.warm_start.steps:  # else it may have ended in the middle of its warm start
-            self._writer.settle()
-            learner.save(self._store)
+            self._save_and_wait()
         done = self._why_done()
         if done and not self._controls.has_ended:
             self._final_merge()
@@ -120,7 +119,7 @@ class TrainingRun:
     def _save(self, on_saved: Callable[[int], None] | None = None) -> None:
         """Begin to write a checkpoint. During a run, a disk that refuses costs a checkpoint and not the node."""
         self._begin("waiting for the checkpoint before", _CHECKPOINT_LIMIT_S)
-        self._writer.settle()  # first: two copies would take the memory twice
+        self._writer.finish_earlier()  # first: two copies would take the memory twice
         self._begin("copying what a checkpoint holds", _CHECKPOINT_LIMIT_S)
         try:
             tensors, state = self.learner.state()
@@ -131,9 +130,15 @@ class TrainingRun:
         finally:
             self._begin(_BETWEEN_ROUNDS, None)
 
+    def _save_and_wait(self) -> None:
+        """Write the last checkpoint. Raises CheckpointError where the disk refuses this one."""
+        self._writer.finish_earlier()
+        self.learner.save(self._writer)
+        self._writer.finish()
+
     def _on_refusal(self, round: int, error: CheckpointError) -> None:
         self._report.count_failed_step()
-        logger.error("round %d was not saved, and training goes on: %s", round, error)
+        logger.error("round %d was not saved: %s", round, error)
 
     def _why_done(self) -> str:
         """The setting that has ended training; empty while training goes on."""
@@ -153,7 +158,7 @@ class TrainingRun:
         if row is None or self._controls.has_ended:  # what was saved before stands, and is merged after a restart
             return
         self._report.record({"kind": "final_merge", "round": self.learner.round, **row})
-        self.learner.save(self._store)
+        self._save_and_wait()
         if self._config.merging.final_export:
             from swarm.adapters.export import export_adapter, published_base
             from swarm.policy.lineage import hash_weights

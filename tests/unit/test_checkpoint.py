@@ -230,7 +230,6 @@ def test_nobody_waits_for_a_checkpoint_but_the_next_one_and_the_end(tmp_path: Pa
     with CheckpointWriter(store, failures.note) as writer:
         writer.save(1, tensors(1.0), {}, saved.append)
         assert store.has_begun.wait(10) and store.load_newest() is None, "training goes on while round 1 is written"
-        assert not writer.wait(0.01)
         next_one = threading.Thread(target=lambda: writer.save(2, tensors(2.0), {}, saved.append))
         next_one.start()
         next_one.join(0.1)
@@ -254,10 +253,19 @@ def test_a_disk_that_refuses_is_told_at_once_and_the_next_save_is_made(tmp_path:
     (tmp_path / "checkpoints").write_text("a file in place of the folder")
     with CheckpointWriter(store, failures.note) as writer:
         writer.save(1, tensors(1.0), {}, saved.append)
-        assert writer.wait(10) and len(failures) == 1 and failures[0].startswith("1: a checkpoint must be writable")
+        writer.wait(10)
+        assert len(failures) == 1 and failures[0].startswith("1: a checkpoint must be writable")
         (tmp_path / "checkpoints").unlink()
         writer.save(2, tensors(2.0), {}, saved.append)
     assert store.newest_round() == 2 and saved == [2] and len(failures) == 1
+
+
+def test_the_last_checkpoint_is_not_missed_in_silence(tmp_path: Path):
+    store, failures = CheckpointStore(tmp_path / "checkpoints", 3), Failures()
+    (tmp_path / "checkpoints").write_text("a file in place of the folder")
+    with pytest.raises(CheckpointError, match="must be writable"), CheckpointWriter(store, failures.note) as writer:
+        writer.save(1, tensors(1.0), {})
+    assert len(failures) == 1
 
 
 def test_a_bug_in_what_is_saved_ends_training_and_is_not_passed_over(tmp_path: Path):
@@ -265,10 +273,10 @@ def test_a_bug_in_what_is_saved_ends_training_and_is_not_passed_over(tmp_path: P
     with CheckpointWriter(store, failures.note) as writer:
         writer.save(1, tensors(1.0), {"loss": float("nan")})
         with pytest.raises(ValueError, match="not JSON compliant"):
-            writer.settle()
+            writer.finish()
         with pytest.raises(ValueError, match="not JSON compliant"):
             writer.save(2, tensors(2.0), {})
-        writer._in_flight = None
+        writer._last = None
     with pytest.raises(ValueError, match="not JSON compliant"), CheckpointWriter(store, failures.note) as writer:
         writer.save(3, tensors(1.0), {"loss": float("nan")})
     assert failures == [] and store.load_newest() is None

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from swarm.adapters.checkpoint import CheckpointStore
+from swarm.adapters.checkpoint import CheckpointWriter
 from swarm.config import SharingSection, parse
 from swarm.errors import CheckpointError
 from swarm.machine.node_folder import NodeFolder
@@ -142,7 +142,7 @@ class RefusingLearner:
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {"filling": "x" * 1_000_000}
 
-    def save(self, store: CheckpointStore) -> None:
+    def save(self, store: CheckpointWriter) -> None:
         store.save(self.round, *self.state())
 
 
@@ -177,5 +177,5 @@ def test_a_node_learns_on_where_checkpoints_are_refused_and_fails_at_its_end(
         run.run()
     assert learner.round == 3, "the last checkpoint is the one that must not be missed in silence"
     told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert [line.partition(",")[0] for line in told] == [f"round {number} was not saved" for number in (1, 2, 3)]
+    assert [line.partition(":")[0] for line in told] == [f"round {number} was not saved" for number in (1, 2, 3, 3)]
     assert list(folder.checkpoints.iterdir()) == [], "and what was begun is cleaned up"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarm.adapters.checkpoint import CheckpointStore
+from swarm.adapters.checkpoint import CheckpointWriter
 from swarm.config import parse
 from swarm.machine.node_folder import NodeFolder
 from swarm.node.controls import NodeControls
@@ -42,7 +42,7 @@ class Machine:
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
 
-    def save(self, store: CheckpointStore) -> None:
+    def save(self, store: CheckpointWriter) -> None:
         self.work(self._save_s)
 
     def work(self, seconds: int) -> None:
