@@ -64,6 +64,9 @@ class Outcome:
     why: str
     seconds: float
 
+    def rounded(self) -> Figures:
+        return {name: v if isinstance(v, str) else float(f"{v:.4g}") for name, v in self.figures.items()}
+
     def markdown(self) -> str:
         title = f"## {self.part[0].upper()}{self.part[1:]}\n\n"
         if self.state != "done":
@@ -86,11 +89,11 @@ def main() -> None:
         for name in options.parts:
             outcomes.append(_run(name, _PARTS[name], spec))
             print(outcomes[-1].markdown(), flush=True)
-    report = "# What was measured on " + (device.upper()) + "\n\n" + "\n".join(one.markdown() for one in outcomes)
+    report = f"# What was measured on {device.upper()}\n\n" + "\n".join(one.markdown() for one in outcomes)
     options.report.write_text(report)
     print(f"the report: {options.report}")
     num_failed = sum(one.state == "failed" for one in outcomes)
-    figures = {one.part: dict(one.figures) if one.state == "done" else f"{one.state}: {one.why}" for one in outcomes}
+    figures = {one.part: one.rounded() if one.state == "done" else f"{one.state}: {one.why}" for one in outcomes}
     print(json.dumps({"device": device, "failed": num_failed, **figures}))
     sys.exit(1 if num_failed else 0)
 
@@ -116,8 +119,6 @@ def _run(name: str, part: Callable[[Spec], Figures], spec: Spec) -> Outcome:
 
 
 def _child(part: Callable[[Spec], Figures], spec: Spec, there: Connection) -> None:
-    if Path(spec.base).is_dir():
-        gpu_parts.only_this_process()
     answer: tuple[str, Any]
     try:
         answer = "done", part(spec)

@@ -1,7 +1,6 @@
 """The parts of `benchmarks/gpu.py`: each measures one thing on one device and returns its figures by name."""
 
 import json
-import os
 import random
 import signal
 import statistics
@@ -353,8 +352,3 @@ def _peak_mib(spec: Spec) -> float:
 
 def _forget_peak(spec: Spec) -> None:
     torch.cuda.reset_peak_memory_stats() if spec.is_cuda else forget_peak()
-
-
-def only_this_process() -> None:
-    """Keep the libraries of a part from the network."""
-    os.environ["HF_HUB_OFFLINE"] = "1"

@@ -35,7 +35,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from swarm.errors import CheckpointError
-from swarm.machine.safe_files import is_bare_name, new_file, open_to_read, parse_json, read_file, read_json, sync_folder
+from swarm.machine.safe_files import is_bare_name, new_file, parse_json, read_file, read_json, sync_folder
 from swarm.observability.tracing import traced
 
 logger = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ def _write_tensors(path: Path, named: dict[str, Tensor]) -> str:
     From memory to the file: a copy as bytes would hold the interpreter's lock for as long as it takes, and be a second one.
     """
     safetensors.torch.save_file(named, path)
-    with open_to_read(path) as file:
+    with path.open("rb") as file:
         os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
