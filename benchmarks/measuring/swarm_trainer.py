@@ -83,7 +83,9 @@ def main() -> None:
     pairs = next(loop)["pairs"]
     loop.answer(logprobs=node.logprobs(pairs), unpadded=node.unpadded(pairs))
     for _ in loop:
-        loop.answer(seconds=timed(node.step), peak_mib=peak_mib(), answers=node.num_answers)
+        seconds = timed(node.step)
+        peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_initialized() else peak_mib()
+        loop.answer(seconds=seconds, peak_mib=peak, answers=node.num_answers)
 
 
 if __name__ == "__main__":

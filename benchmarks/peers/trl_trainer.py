@@ -58,7 +58,12 @@ class Peer:
                 self.started = time.perf_counter()
 
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                loop.answer(seconds=time.perf_counter() - self.started, peak_mib=peak_mib(), answers=num_answers)
+                is_cuda = torch.cuda.is_initialized()
+                if is_cuda:
+                    torch.cuda.synchronize()
+                seconds = time.perf_counter() - self.started
+                peak = torch.cuda.max_memory_allocated() / 2**20 if is_cuda else peak_mib()
+                loop.answer(seconds=seconds, peak_mib=peak, answers=num_answers)
 
         self.trainer = GRPOTrainer(
             model=model,
