@@ -100,7 +100,8 @@ async def _measure(
     wanted = [Measurement(case, SWARM, lora=True)]
     if peer_python is not None:
         forms = (True,) if options.quick else (True, False)
-        wanted += [Measurement(case, system, lora) for lora in forms for system in (TRL, GENRL)]
+        others = (TRL, GENRL) if options.device == "cpu" else (TRL,)
+        wanted += [Measurement(case, system, lora) for lora in forms for system in others]
     async with AsyncExitStack() as alive:
         processes = [await _spawn(alive, one, peer_python, folder) for one in wanted]
         await asyncio.gather(*(_start(p, one, options, folder) for p, one in zip(processes, wanted, strict=True)))
@@ -132,6 +133,7 @@ async def _start(process: NodeProcess, one: Measurement, options: argparse.Names
         "answer_tokens": case.answer_tokens,
         "max_steps": case.num_steps + 1,
         "threads": options.threads,
+        "device": options.device,
         "lora": one.lora,
         "folder": str(folder / f"{one.system}-{one.lora}"),
     }
@@ -254,6 +256,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one policy, LoRA, five steps")
     parser.add_argument("--prepare", action="store_true", help="make the environment of the others and end")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads for tensor work of each system (default 1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="genrl is measured on the CPU only")
     return parser.parse_args()
 
 

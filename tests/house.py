@@ -127,8 +127,9 @@ ROUND_IN_A_SWARM = (
 """The same of a node that shares its rollouts and merges with others."""
 STEPS = {
     ("node/learner", "Learner.run_round"): (
-        "follow", "run", "_publish", "own_groups", "draw_from_pool", "compose", "step", "_merge", "check", "_metrics",
+        "_sample", "_publish", "own_groups", "draw_from_pool", "compose", "step", "_merge", "check", "_metrics",
     ),
+    ("node/learner", "Learner._sample"): ("_follow_beacon", "run"),
     ("node/training_loop", "TrainingRun._round"): ("run_round", "record", "_save", "_evaluate"),
 }  # fmt: skip
 """Calls of a function in the order of the data path; there may be others between them."""

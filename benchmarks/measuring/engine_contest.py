@@ -89,6 +89,7 @@ class Contest:
             for name, system in systems.items():
                 started = time.perf_counter()
                 system()
+                finish(self._policy.device)
                 if turn:
                     times.seconds[name].append(time.perf_counter() - started)
         return times
@@ -98,9 +99,9 @@ class Contest:
         rows = [prompt for prompt in prompts for _ in range(case.group_size)]
         lengths = torch.tensor([length for length in case.lengths for _ in range(case.group_size)])
         longest = max(map(len, rows))
-        pad = self._policy.pad_token_id
-        token_ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows])
-        mask = (torch.arange(longest) >= longest - torch.tensor([[len(row)] for row in rows])).long()
+        pad, device = self._policy.pad_token_id, self._policy.device
+        token_ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows], device=device)
+        mask = (torch.arange(longest) >= longest - torch.tensor([[len(row)] for row in rows])).long().to(device)
         with self._folded if folded else nullcontext():
             self._policy.model.generate(
                 input_ids=token_ids,
@@ -110,7 +111,7 @@ class Contest:
                 top_k=0,
                 top_p=1.0,
                 max_new_tokens=max(case.lengths),
-                stopping_criteria=StoppingCriteriaList([_ByRow(longest, lengths)]),
+                stopping_criteria=StoppingCriteriaList([_ByRow(longest, lengths.to(device))]),
                 pad_token_id=pad,
                 eos_token_id=None,
             )
@@ -139,6 +140,12 @@ class _ByRow(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
         return input_ids.shape[1] >= self._ends_at
+
+
+def finish(device: torch.device) -> None:
+    """Wait for what a GPU was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def peak_flops_per_s() -> float:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from measuring.engine_contest import finish
 from swarm.engine.engine import AnswerRequest
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import MergedLayers, SlotEngine
@@ -124,6 +125,7 @@ class LongContest:
                 started = time.perf_counter()
                 try:
                     system(self._requests)
+                    finish(self._policy.device)
                 except Exception as error:  # as above
                     if name == ENGINE:
                         raise
@@ -136,7 +138,7 @@ class LongContest:
 
     @torch.no_grad()
     def _generate(self, requests: Sequence[AnswerRequest]) -> None:
-        token_ids = torch.tensor([list(request.prompt) for request in requests])
+        token_ids = torch.tensor([list(request.prompt) for request in requests], device=self._policy.device)
         with self._folded:
             self._policy.model.generate(
                 input_ids=token_ids,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from swarm.config import PolicySection
+from swarm.config import LoraSection, PolicySection
 from swarm.policy.base_folder import BUNDLED_FOLDER
 from swarm.policy.base_model import load_tokenizer
 from swarm.policy.policy import Policy, load_policy
@@ -18,13 +18,13 @@ def bundled() -> Policy:
     return load_policy(PolicySection(), device="cpu")
 
 
-def small_llama(folder: Path) -> Policy:
-    """32 M parameters."""
+def small_llama(folder: Path, rank: int = 16) -> Policy:
+    """32 M parameters, and an adapter of this rank."""
     config = LlamaConfig(
         vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=4096, **_TOKENS,
     )  # fmt: skip
-    return _policy(LlamaForCausalLM, config, folder)
+    return _policy(LlamaForCausalLM, config, folder, rank)
 
 
 def qwen_half_billion(folder: Path) -> Policy:
@@ -36,8 +36,8 @@ def qwen_half_billion(folder: Path) -> Policy:
     return _policy(Qwen2ForCausalLM, config, folder)
 
 
-def _policy(kind: type[PreTrainedModel], config: LlamaConfig | Qwen2Config, folder: Path) -> Policy:
+def _policy(kind: type[PreTrainedModel], config: LlamaConfig | Qwen2Config, folder: Path, rank: int = 16) -> Policy:
     torch.manual_seed(0)
     kind(config).save_pretrained(folder)
     load_tokenizer(BUNDLED_FOLDER).save_pretrained(folder)
-    return load_policy(PolicySection(base=str(folder)), device="cpu")
+    return load_policy(PolicySection(base=str(folder), lora=LoraSection(rank=rank)), device="cpu")

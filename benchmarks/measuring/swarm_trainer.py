@@ -29,7 +29,7 @@ class Node:
         torch.set_num_threads(spec["threads"])
         length = spec["answer_tokens"]
         rollouts = RolloutsSection(group_size=spec["group_size"], max_new_tokens=length)
-        self._policy = load_policy(PolicySection(base=spec["base"]), device="cpu")
+        self._policy = load_policy(PolicySection(base=spec["base"]), device=spec["device"])
         self._end_ids = self._policy.eos_token_ids
         self._policy.eos_token_ids = (-1,)  # lengths are given
         self._worker = RolloutWorker(rollouts, self._policy, make_engine(self._policy, rollouts), "me")
@@ -66,9 +66,13 @@ class Node:
         """The reference: every sequence alone, by transformers, in double precision after the logits."""
         rows = []
         for prompt, answer in pairs:
-            logits = self._policy.model(input_ids=torch.tensor([prompt + answer])).logits[0].double()
+            logits = (
+                self._policy.model(input_ids=torch.tensor([prompt + answer], device=self._policy.device))
+                .logits[0]
+                .double()
+            )
             logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-            rows.append(logprobs.gather(-1, torch.tensor(answer)[:, None])[:, 0].tolist())
+            rows.append(logprobs.gather(-1, torch.tensor(answer, device=logprobs.device)[:, None])[:, 0].tolist())
         return rows
 
 
@@ -79,7 +83,9 @@ def main() -> None:
     pairs = next(loop)["pairs"]
     loop.answer(logprobs=node.logprobs(pairs), unpadded=node.unpadded(pairs))
     for _ in loop:
-        loop.answer(seconds=timed(node.step), peak_mib=peak_mib(), answers=node.num_answers)
+        seconds = timed(node.step)
+        peak = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_initialized() else peak_mib()
+        loop.answer(seconds=seconds, peak_mib=peak, answers=node.num_answers)
 
 
 if __name__ == "__main__":

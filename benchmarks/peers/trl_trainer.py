@@ -38,8 +38,8 @@ class Peer:
             top_k=0,
             top_p=1.0,
             max_steps=spec["max_steps"],
-            use_cpu=True,
-            bf16=False,
+            use_cpu=spec["device"] == "cpu",
+            bf16=spec["device"] == "cuda",
             gradient_checkpointing=False,
             report_to="none",
             save_strategy="no",
@@ -58,7 +58,12 @@ class Peer:
                 self.started = time.perf_counter()
 
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                loop.answer(seconds=time.perf_counter() - self.started, peak_mib=peak_mib(), answers=num_answers)
+                is_cuda = torch.cuda.is_initialized()
+                if is_cuda:
+                    torch.cuda.synchronize()
+                seconds = time.perf_counter() - self.started
+                peak = torch.cuda.max_memory_allocated() / 2**20 if is_cuda else peak_mib()
+                loop.answer(seconds=seconds, peak_mib=peak, answers=num_answers)
 
         self.trainer = GRPOTrainer(
             model=model,
@@ -85,7 +90,10 @@ class Peer:
         ]
         with torch.no_grad():
             got = self.trainer._get_per_token_logps_and_entropies(
-                self.trainer.model, torch.tensor(ids), torch.tensor(mask), length
+                self.trainer.model,
+                torch.tensor(ids, device=self.trainer.model.device),
+                torch.tensor(mask, device=self.trainer.model.device),
+                length,
             )[0]
         return [row[: len(answer)].tolist() for row, (_, answer) in zip(got, pairs, strict=True)]
 

@@ -9,17 +9,26 @@
 A checkpoint is written to a temporary folder, every file synced and the manifest (SHA-256 of each file) last, and then
 renamed. A folder named `round-…` is therefore complete, or the manifest shows what the disk changed. Tensors are safetensors
 and state is JSON; nothing is ever unpickled.
+
+Training does not wait for the disk: `CheckpointWriter` writes on a thread, from copies that the compute thread has made.
+
+    compute thread   round 25 ─ copy ─ round 26 ─ round 27 ─ …          the next save waits for the one in flight
+    checkpoint thread            └─ write, sync, rename, remove old ones ─┘
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -27,6 +36,7 @@ from torch import Tensor
 
 from swarm.errors import CheckpointError
 from swarm.machine.safe_files import is_bare_name, new_file, parse_json, read_file, read_json, sync_folder
+from swarm.observability.tracing import traced
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +68,7 @@ class CheckpointStore:
         self._folder = folder
         self._keep = keep
 
+    @traced("checkpoint", lambda _, store, round, *__: {"round": round})
     def save(self, round: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
         """Write one checkpoint and remove those beyond `keep`.
 
@@ -69,16 +80,16 @@ class CheckpointStore:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._clean_up()
             fresh.mkdir()
-            files = {f"{group}.safetensors": safetensors.torch.save(named) for group, named in tensors.items()}
-            files[_STATE] = json.dumps(state, allow_nan=False).encode()
-            manifest = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-            for name, content in files.items():
-                _write_synced(fresh / name, content)
+            manifest = {
+                name: _write_tensors(fresh / name, named)
+                for name, named in ((f"{group}.safetensors", named) for group, named in tensors.items())
+            }
+            manifest[_STATE] = _write_synced(fresh / _STATE, b"".join(_json_parts(state)))
             _write_synced(fresh / _MANIFEST, json.dumps({"round": round, "sha256": manifest}).encode())
             sync_folder(fresh)
             self._put_in_place(fresh, target)
             self._set_aside_newer(round)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(fresh, ignore_errors=True)
             raise CheckpointError(
                 f"a checkpoint must be writable, got {error} for {target}; free disk space or fix its permissions"
@@ -146,6 +157,68 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
+class CheckpointWriter:
+    """Writes checkpoints of a store on a thread, one at a time. As a context manager it ends with the last one complete.
+
+    Its methods are for one thread; `wait` is for any.
+    """
+
+    def __init__(self, store: CheckpointStore, on_failure: Callable[[int, CheckpointError], None]) -> None:
+        """`on_failure` is given the round that the disk refused and why. It is called on the thread that writes."""
+        self._store = store
+        self._on_failure = on_failure
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._last: Future[None] | None = None
+
+    def save(
+        self,
+        round: int,
+        tensors: dict[str, dict[str, Tensor]],
+        state: dict[str, Any],
+        on_saved: Callable[[int], None] | None = None,
+    ) -> None:
+        """Begin to write one checkpoint, after the one in flight. Raises what `finish_earlier` does.
+
+        `tensors` and `state` must not change from now on. `on_saved` is called with the round, on the thread that writes.
+        """
+        self.finish_earlier()
+        self._last = self._thread.submit(self._write, round, tensors, state, on_saved)
+
+    def finish_earlier(self) -> None:
+        """Wait for the write in flight. Raises what ended it; that a disk refused was reported already."""
+        with contextlib.suppress(CheckpointError):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the last write. Raises what ended it, also CheckpointError."""
+        if self._last is not None:
+            self._last.result()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the last write, at most `timeout_s`."""
+        if self._last is not None:
+            wait([self._last], timeout_s)
+
+    def _write(self, round: int, tensors: Any, state: Any, on_saved: Callable[[int], None] | None) -> None:
+        try:
+            self._store.save(round, tensors, state)
+        except CheckpointError as error:
+            self._on_failure(round, error)
+            raise
+        if on_saved is not None:
+            on_saved(round)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+        if error is None:
+            self.finish()
+
+
 def _round_of(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
@@ -166,8 +239,33 @@ def _read(path: Path) -> Checkpoint:
     return Checkpoint(manifest["round"], path, tensors, state=state)
 
 
-def _write_synced(path: Path, content: bytes) -> None:
+def _write_synced(path: Path, content: bytes) -> str:
+    """Write a file and return its SHA-256."""
     with new_file(path) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    return hashlib.sha256(content).hexdigest()
+
+
+def _write_tensors(path: Path, named: dict[str, Tensor]) -> str:
+    """Write tensors and return the SHA-256 of the file.
+
+    From memory to the file: a copy as bytes would hold the interpreter's lock for as long as it takes, and be a second one.
+    """
+    safetensors.torch.save_file(named, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _json_parts(state: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield the JSON of `state` in parts, as one call for all of it would hold the interpreter's lock until its end."""
+    for number, (name, value) in enumerate(state.items()):
+        yield f"{', ' if number else '{'}{json.dumps(name)}: ".encode()
+        if isinstance(value, list):  # groups with all their tokens may be many megabytes
+            entries: list[Any] = value
+            yield b"[" + b", ".join(json.dumps(entry, allow_nan=False).encode() for entry in entries) + b"]"
+        else:
+            yield json.dumps(value, allow_nan=False).encode()
+    yield b"}" if state else b"{}"

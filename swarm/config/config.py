@@ -175,12 +175,16 @@ class Config(Section):
     def _crew_samples_plainly(self) -> "Config":
         rollouts = self.rollouts
         is_plain = (
-            not rollouts.prune and rollouts.over_provision == 1 and not rollouts.hints and rollouts.engine == "auto"
+            not rollouts.prune
+            and rollouts.over_provision == 1
+            and not rollouts.hints
+            and not rollouts.overlap
+            and rollouts.engine == "auto"
         )
         if self.policy.pipeline.is_on and not is_plain:
             raise ValueError(
-                "a pipelined policy goes without rollouts.prune, rollouts.over_provision, rollouts.hints and another "
-                "rollouts.engine; set them to false, 1, 0 and auto"
+                "a pipelined policy goes without rollouts.prune, rollouts.over_provision, rollouts.hints, rollouts.overlap and "
+                "another rollouts.engine; set them to false, 1, 0, false and auto"
             )
         if self.policy.pipeline.is_on and self.merging.final_export:
             raise ValueError(

@@ -62,6 +62,9 @@ class RolloutsSection(Section):
     """Most environments that take their turn at the same time, beside sampling."""
     cache_mib: PositiveInt | None = None
     """Memory for keys and values of answers so far; some wait if it is short. Unset: half of what is free."""
+    overlap: bool = False
+    """Sample the next round in a second process while this one is trained on: on a second GPU where there is one, otherwise
+    beside training. Answers are one round older, and the base takes its memory twice."""
 
     @model_validator(mode="after")
     def _sizes_are_in_order(self) -> "RolloutsSection":
@@ -81,6 +84,16 @@ class RolloutsSection(Section):
                     f"prune goes with {name} = {value} only, got {getattr(self, name)}: what is left of a group does not "
                     "tell how hard its task is, nor can it wait for a later round; set prune = false, or that"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _overlap_is_plain(self) -> "RolloutsSection":
+        if self.overlap and (self.prune or self.engine == "vllm"):
+            value = "prune = true" if self.prune else 'engine = "vllm"'
+            raise ValueError(
+                f"overlap goes without prune and without vLLM, got {value}: pruning learns from each round before the next, and "
+                "two processes would load vLLM; set overlap = false, or that"
+            )
         return self
 
     @property

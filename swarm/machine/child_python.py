@@ -4,7 +4,6 @@
 folder of somebody else would then run as code of this software. `-P` leaves that entry out.
 """
 
-import importlib.metadata
 import os
 import re
 import shlex
@@ -50,6 +49,8 @@ def install_extra(extra: str) -> str:
 
     This software itself is on no index: whoever registered its name there would decide what `NAME[EXTRA]` installs.
     """
+    import importlib.metadata  # here, as it takes a tenth of the time of `swarm --help`
+
     try:
         requirements = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:  # sources that are run without being installed

@@ -8,7 +8,6 @@ faulthandler: it needs no lock, writes into the pipe and then calls Python's. Th
 that imports nothing of this package.
 """
 
-import asyncio
 import contextlib
 import faulthandler
 import os
@@ -47,6 +46,8 @@ def obey_stop_signals(on_signal: Callable[[], None], deadline_s: float = DEADLIN
     after the second signal. This holds until the process ends, also while its loop closes and waits for threads. Call
     it once, on the main thread. Raises OSError where the helper cannot be started.
     """
+    import asyncio  # here, as commands without a loop import this module, too
+
     loop = asyncio.get_running_loop()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)  # a handler must never wait

@@ -58,10 +58,10 @@ class NodeControls:
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended, timeout_s)
 
-    def between_rounds(self, save: Callable[[], int | None]) -> None:
+    def between_rounds(self, save: Callable[[Callable[[int], None]], None]) -> None:
         """Save where a checkpoint was asked for, and wait while training is paused. Called by the compute thread.
 
-        `save` returns the round that it saved, None where that failed.
+        `save` begins to write one, and calls what it is given with the round once that is on the disk, on any thread.
         """
         while True:
             with self._changed:
@@ -69,8 +69,7 @@ class NodeControls:
                 wants, self._wants_checkpoint = self._wants_checkpoint and not self._has_ended, False
                 if not wants:
                     return
-            saved = save()
-            self._saved_round = self._saved_round if saved is None else saved
+            save(self._note_saved)
 
     def phase(self, phase: str) -> str:
         """The phase as the status file and the page show it: for a node that learns, also what is paused."""
@@ -90,6 +89,10 @@ class NodeControls:
                 "checkpoint_wanted": self._wants_checkpoint,
                 "saved_round": self._saved_round,
             }
+
+    def _note_saved(self, round: int) -> None:
+        with self._changed:
+            self._saved_round = round
 
     def _has_news(self) -> bool:
         return self._has_ended or self._wants_checkpoint or not self._is_training_paused

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.adapters.checkpoint import CheckpointStore
+from swarm.adapters.checkpoint import CheckpointStore, CheckpointWriter
 from swarm.config import Config
 from swarm.engine.canary import Canary
 from swarm.errors import CheckpointError, TaskError
@@ -32,6 +32,7 @@ from swarm.policy.lineage import hash_weights
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.rollouts.hints import HintChooser
 from swarm.rollouts.rollout_round import RolloutRound
+from swarm.rollouts.rollouts_ahead import RolloutsAhead
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.sharing.parts import GroupObserver, NoObserver
 from swarm.sharing.usefulness import Usefulness
@@ -40,6 +41,7 @@ from swarm.tasks.task_cursor import DifficultyTable, TaskCursor
 from swarm.tasks.task_mixture import CommonStreams, TaskMixture, no_common_streams, training_seed
 from swarm.training.experience import RolloutConverter, TrainingGroup
 from swarm.training.health import HealthWatch
+from swarm.training.policy_optimizer import AdapterTensors
 from swarm.training.step_report import StepReport
 from swarm.training.trainer import Trainer
 from swarm.types import RolloutGroup
@@ -50,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 Publish = Callable[[Sequence[RolloutGroup]], None]
 _ROUND_FACTS = ("round", "policy_version", "rollout/reward_mean", "train/own_groups", "train/swarm_groups")
-
-
 _MAX_UNSCORED_ROUNDS = 10
 """A run ends after so many rounds in a row in which no answer could be scored."""
 
@@ -132,10 +132,15 @@ class Learner:
         self._worker = RolloutWorker(
             config.rollouts, self.policy, backend.engine, author=peer_id, pruning=backend.pruning
         )
-        self._rollouts = RolloutRound(
-            config.rollouts, cursor=self._cursor, worker=self._worker, difficulty=self._difficulty
-        )
-        self._hints = HintChooser(config.rollouts, self.policy, self._difficulty.success_rate)
+        self._sampling_policy, worker = self.policy, self._worker
+        if backend.ahead is not None:
+            self._sampling_policy = self.policy.for_another_thread()
+            worker = RolloutWorker(config.rollouts, self._sampling_policy, backend.ahead, author=peer_id)
+        self._rollouts = RolloutRound(config.rollouts, cursor=self._cursor, worker=worker, difficulty=self._difficulty)
+        self._ahead = RolloutsAhead(self._rollouts, backend.ahead) if backend.ahead is not None else None
+        self._before_ahead: dict[str, Any] | None = None
+        """What a checkpoint holds of sampling while a round is sampled ahead: a resumed run samples that round again."""
+        self._hints = HintChooser(config.rollouts, self.policy, self._success_rate)
         # pool → batch
         self._converter = RolloutConverter(
             self.policy,
@@ -150,7 +155,7 @@ class Learner:
             pool=pool,
             converter=self._converter,
             weigh=weigh,
-            expected_reward=self._difficulty.success_rate,
+            expected_reward=self._success_rate,
             is_common=ports.common.holds,
         )
         self._rng = random.Random(self._seed("batches"))
@@ -181,11 +186,11 @@ class Learner:
     def run_round(self) -> MetricsRow:
         """Run one round and return its metrics, with which `TrainingRun` writes the checkpoint."""
         timer = RoundTimer()
-        self._cursor.follow(self._peer_id, self._ports.beacon(), self._ports.common.current())
-        rollouts = self._rollouts.run(self._seed("rollouts", self.round))
+        rollouts = self._sample()
         self._check_scored(rollouts)
         self._publish(rollouts)
         self._learn_what_to_expect(rollouts)
+        self._sample_ahead()
         hinted = self._follow_hints()
         timer.rolled_out()
         own = self._batches.own_groups(rollouts, self.policy.version)
@@ -198,6 +203,53 @@ class Learner:
             self._canary.check()
         self.round += 1
         return self._metrics(rollouts, hinted, batch, report, timer)
+
+    def _sample(self) -> RolloutBatch:
+        """The rollouts of this round, which with `rollouts.overlap` were begun in the round before."""
+        if self._ahead is None:
+            self._follow_beacon()
+            return self._rollouts.run(self._seed("rollouts", self.round))
+        if not self._ahead.is_begun:
+            self._begin_sampling(self.round)
+        rollouts = self._ahead.take()
+        self._before_ahead = None
+        return rollouts
+
+    def _sample_ahead(self) -> None:
+        """Begin the rollouts of the next round with the present weights, while this one is trained on."""
+        max_rounds = self._config.node.max_rounds
+        if self._ahead is not None and (max_rounds is None or self.round + 1 < max_rounds):
+            self._begin_sampling(self.round + 1)
+
+    def _begin_sampling(self, round_number: int) -> None:
+        assert self._ahead is not None
+        self._follow_beacon()
+        self._before_ahead = self._sampling_state()
+        self._sampling_policy.version = self.policy.version
+        self._ahead.begin(self._seed("rollouts", round_number), self._backend.optimizer.read())
+
+    def _follow_beacon(self) -> None:
+        self._cursor.follow(self._peer_id, self._ports.beacon(), self._ports.common.current())
+
+    def _sampling_state(self) -> dict[str, Any]:
+        """What sampling changes, for JSON."""
+        return {
+            "cursor": self._cursor.state(),
+            "difficulty": self._difficulty.state(),
+            "open_groups": self._rollouts.state(),
+        }
+
+    def _success_rate(self, source: str) -> float:
+        """Posterior mean, without the answers of a round that is sampled ahead: these come at any time."""
+        if self._before_ahead is None:
+            return self._difficulty.success_rate(source)
+        successes, failures, _ = self._before_ahead["difficulty"][source]
+        return successes / (successes + failures)
+
+    def close(self) -> None:
+        """End what samples ahead. A round under way is lost, and sampled again after a restart."""
+        if self._ahead is not None:
+            self._ahead.close()
 
     def _check_scored(self, rollouts: RolloutBatch) -> None:
         """Raise TaskError where nothing can be scored: in the first round of a run at once, later after several in a row, since
@@ -252,7 +304,7 @@ class Learner:
         row: MetricsRow = {
             "kind": "round",
             **self._position(),
-            **rollout_row(rollouts, timer.rollout_s, hinted),
+            **rollout_row(rollouts, self._ahead.duration_s if self._ahead else timer.rollout_s, hinted),
             **(hinted_row(hinted) if self._config.rollouts.hints else {}),
             "rollout/open_groups": self._rollouts.num_open,
             "rollout/unbuildable_tasks_total": sum(self._cursor.failures.values()),
@@ -309,18 +361,22 @@ class Learner:
         }
         return {**row, **self._position()}
 
-    @traced("checkpoint", lambda _, learner, *__: {"round": learner.round})
-    def save(self, store: CheckpointStore) -> None:
-        """Write everything that the next round depends on. Raises CheckpointError."""
+    def save(self, store: CheckpointStore | CheckpointWriter) -> None:
+        """Write `state`, or begin to. Raises CheckpointError."""
+        store.save(self.round, *self.state())
+
+    def state(self) -> tuple[AdapterTensors, dict[str, Any]]:
+        """(tensors on the CPU, the rest for JSON): everything that the next round depends on. The next rounds change none of it.
+
+        Raises CheckpointError where stages of a pipeline do not give theirs.
+        """
         tensors, trainer_state = self._trainer.state()
         state = {
             "round": self.round,
             "policy_version": self.policy.version,
             "lineage": {"policy": self.policy.lineage.policy, "tokenizer": self.policy.lineage.tokenizer},
             "trainer": trainer_state,
-            "cursor": self._cursor.state(),
-            "difficulty": self._difficulty.state(),
-            "open_groups": self._rollouts.state(),
+            **(self._before_ahead or self._sampling_state()),
             "replay": self._batches.state(),
             "common_groups": self._batches.common.state(),
             "own_successes": self._batches.successes.state(),
@@ -334,7 +390,7 @@ class Learner:
         if self.merging is not None:
             merging_tensors, state["merging"] = self.merging.state()
             tensors |= merging_tensors
-        store.save(self.round, tensors, state)
+        return tensors, state
 
     def resume(self, store: CheckpointStore) -> bool:
         """Continue from the newest intact checkpoint; False where there is none.

@@ -71,6 +71,8 @@ _STATUS_INTERVAL_S = 2.0
 _REPUTATION_INTERVAL_S = 60.0
 _STOP_GRACE_S = 2.5
 """How long a stop waits for the round in flight before it is left to the last checkpoint."""
+_WRITE_GRACE_S = 10.0
+"""How long it then waits for a checkpoint that is being written; `stop_signals.DEADLINE_S` counts both."""
 
 TransportFactory = Callable[[Config, Identity, NodeFolder, EntryValidator], Transport | None]
 
@@ -187,6 +189,7 @@ class Node:
             if loaded is None:
                 return False
             stack.callback(loaded.mixture.close)
+            stack.callback(loaded.learner.close)
             tasks = [asyncio.create_task(work) for work in self._network_work(loaded.exchange)]
             stack.push_async_callback(_cancel, tasks)
             stack.enter_context(self._watchdog)
@@ -281,7 +284,7 @@ class Node:
         policy = load_policy(
             config.policy, device=config.node.device, hash_cache=self.folder.hash_cache, start=start_digest(config)
         )
-        return local_backend(config, policy, self.identity.peer_id)
+        return local_backend(config, policy, self.identity.peer_id, self.folder.hash_cache)
 
     def _make_exchange(self, sharing: SharingParts, policy: TextPolicy, mixture: TaskMixture) -> Exchange:
         verifier = RewardVerifier(
@@ -351,6 +354,7 @@ class Node:
                 stop_seen_at = stop_seen_at or time.monotonic()
                 if time.monotonic() - stop_seen_at > _STOP_GRACE_S:
                     logger.warning("left round %d unfinished; the last checkpoint stands", run.learner.round + 1)
+                    await asyncio.to_thread(run.wait_for_write, _WRITE_GRACE_S)
                     return False
         await outcome
         return True

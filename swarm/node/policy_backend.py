@@ -1,7 +1,11 @@
 """What a learner samples and trains with, so that it need not know where the weights are."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from swarm.admission.admission import Vocabulary, no_replies
 from swarm.config import Config
@@ -12,9 +16,13 @@ from swarm.engine.slot_pruning import hidden_size
 from swarm.limits.weighted_sample import round_seed
 from swarm.policy.memory_probe import probe_memory
 from swarm.policy.policy import Policy, TextPolicy
+from swarm.rollouts.engine_process import EngineProcess
+from swarm.rollouts.rollouts_ahead import AheadEngine
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.training.policy_optimizer import LocalOptimizer, PolicyOptimizer
 from swarm.types import Role, TaskRef
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +35,18 @@ class PolicyBackend:
     probe_memory: Callable[[], None]
     """Raises MemoryBudgetError before the first round where the longest batch would not fit."""
     pruning: Pruning | None = None
+    ahead: AheadEngine | None = None
+    """With `rollouts.overlap`: samples the next round while this one is trained on."""
 
 
-def local_backend(config: Config, policy: Policy, peer_id: str) -> PolicyBackend:
-    """The backend of a policy in this process."""
+def local_backend(config: Config, policy: Policy, peer_id: str, hash_cache: Path | None = None) -> PolicyBackend:
+    """The backend of a policy in this process. `hash_cache`: of `load_policy`, for a process that samples."""
     engine = make_engine(policy, config.rollouts)
+    ahead = _sampling_process(config, policy, hash_cache) if config.rollouts.overlap else None
 
     def probe() -> None:
+        if ahead is not None:
+            ahead.wait_until_ready()  # what it holds is not free
         num_tokens = config.policy.max_prompt_tokens + config.rollouts.max_new_tokens
         probe_memory(
             policy,
@@ -46,7 +59,21 @@ def local_backend(config: Config, policy: Policy, peer_id: str) -> PolicyBackend
 
     seed = round_seed(config, peer_id, "pruning")
     pruning = Pruning(config.rollouts, hidden_size(policy), seed) if config.rollouts.prune else None
-    return PolicyBackend(policy, engine, LocalOptimizer(config.training, policy), probe, pruning)
+    return PolicyBackend(policy, engine, LocalOptimizer(config.training, policy), probe, pruning, ahead)
+
+
+def _sampling_process(config: Config, policy: Policy, hash_cache: Path | None) -> EngineProcess:
+    """Sample on a second GPU where there is one, otherwise beside training; on a CPU each gets half of the cores."""
+    device, num_threads = policy.device, None
+    if device.type == "cpu":
+        num_threads = max(1, torch.get_num_threads() // 2)
+        torch.set_num_threads(max(1, torch.get_num_threads() - num_threads))
+    elif device.type == "cuda" and torch.cuda.device_count() > 1:
+        device = torch.device("cuda", ((device.index or 0) + 1) % torch.cuda.device_count())
+    logger.info("the next round is sampled on %s while this one is trained on", device)
+    return EngineProcess(
+        policy.config, config.rollouts, device=str(device), num_threads=num_threads, hash_cache=hash_cache
+    )
 
 
 def vocabulary_of(policy: TextPolicy, mixture: TaskMixture) -> Vocabulary:

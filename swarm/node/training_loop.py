@@ -2,13 +2,13 @@
 
     evaluate ─▶ ( run_round ─▶ metrics row ─▶ checkpoint ─▶ evaluate ─▶ rest ) … ─▶ last checkpoint ─▶ final merge ─▶ evaluate
 
-A round itself is `Learner.run_round`.
+A round itself is `Learner.run_round`. Checkpoints are written beside the rounds; only the last ones are waited for.
 """
 
 import logging
 from collections.abc import Callable
 
-from swarm.adapters.checkpoint import CheckpointStore
+from swarm.adapters.checkpoint import CheckpointStore, CheckpointWriter
 from swarm.config import Config
 from swarm.errors import CheckpointError
 from swarm.machine.node_folder import NodeFolder
@@ -55,10 +55,19 @@ class TrainingRun:
         self._watchdog = watchdog
         self._controls = controls
         self._longest_round_s = 0.0
-        self._store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
+        store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
+        self._writer = CheckpointWriter(store, self._on_refusal)
 
     def run(self) -> None:
         """Train until a setting ends it or a stop is asked for. Raises what ended it otherwise."""
+        with self._writer:
+            self._run()
+
+    def wait_for_write(self, timeout_s: float) -> None:
+        """Wait for the checkpoint that is being written, at most `timeout_s`. For any thread."""
+        self._writer.wait(timeout_s)
+
+    def _run(self) -> None:
         learner = self.learner
         if learner.round == 0 and not self._controls.has_ended:
             self._warm_start()
@@ -71,7 +80,7 @@ class TrainingRun:
                 self._round()
         self._begin("writing the last checkpoint", _CHECKPOINT_LIMIT_S)
         if learner.round or not self._config.warm_start.steps:  # else it may have ended in the middle of its warm start
-            learner.save(self._store)
+            self._save_and_wait()
         done = self._why_done()
         if done and not self._controls.has_ended:
             self._final_merge()
@@ -107,18 +116,29 @@ class TrainingRun:
             self._report.phase = "learning"
         self._rest(row["time/round_s"])
 
-    def _save(self) -> int | None:
-        """Write a checkpoint and return its round. During a run, a disk that refuses costs a checkpoint and not the node."""
-        self._begin("writing a checkpoint", _CHECKPOINT_LIMIT_S)
+    def _save(self, on_saved: Callable[[int], None] | None = None) -> None:
+        """Begin to write a checkpoint. During a run, a disk that refuses costs a checkpoint and not the node."""
+        self._begin("waiting for the checkpoint before", _CHECKPOINT_LIMIT_S)
+        self._writer.finish_earlier()  # first: two copies would take the memory twice
+        self._begin("copying what a checkpoint holds", _CHECKPOINT_LIMIT_S)
         try:
-            self.learner.save(self._store)
-            return self.learner.round
+            tensors, state = self.learner.state()
         except CheckpointError as error:
-            self._report.count_failed_step()
-            logger.error("round %d was not saved, and training goes on: %s", self.learner.round, error)
-            return None
+            self._on_refusal(self.learner.round, error)
+        else:
+            self._writer.save(self.learner.round, tensors, state, on_saved)
         finally:
             self._begin(_BETWEEN_ROUNDS, None)
+
+    def _save_and_wait(self) -> None:
+        """Write the last checkpoint. Raises CheckpointError where the disk refuses this one."""
+        self._writer.finish_earlier()
+        self.learner.save(self._writer)
+        self._writer.finish()
+
+    def _on_refusal(self, round: int, error: CheckpointError) -> None:
+        self._report.count_failed_step()
+        logger.error("round %d was not saved: %s", round, error)
 
     def _why_done(self) -> str:
         """The setting that has ended training; empty while training goes on."""
@@ -138,7 +158,7 @@ class TrainingRun:
         if row is None or self._controls.has_ended:  # what was saved before stands, and is merged after a restart
             return
         self._report.record({"kind": "final_merge", "round": self.learner.round, **row})
-        self.learner.save(self._store)
+        self._save_and_wait()
         if self._config.merging.final_export:
             from swarm.adapters.export import export_adapter, published_base
             from swarm.policy.lineage import hash_weights

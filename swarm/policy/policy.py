@@ -4,6 +4,7 @@ On the data path it stands between task and rollout (text → token ids → engi
 adapter). `load_policy` is the only way to make one: base → quantization → adapter → lineage.
 """
 
+import copy
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -76,6 +77,13 @@ class TextPolicy(ABC):
         without_adapter: bool = False,
     ) -> TokenLogprobs:
         """Compute log-probs of all answer tokens as `swarm.policy.logprobs`, with `without_adapter` of the frozen base."""
+
+    def for_another_thread(self) -> Self:
+        """Return this policy with a version and a tokenizer of its own, as a tokenizer may encode for one thread at a time."""
+        other = copy.copy(self)
+        other.prompts = self.prompts.copy()
+        other.tokenizer = other.prompts.tokenizer
+        return other
 
     def encode_prompt(self, text: str, context: PromptContext = PLAIN) -> list[int]:
         """Return the token ids that an answer follows, through the chat template where there is one, as a user's message.

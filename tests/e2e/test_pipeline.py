@@ -56,8 +56,10 @@ def test_a_killed_stage_is_taken_over_by_a_spare(tmp_path: Path, capsys: pytest.
 def test_a_killed_driver_takes_its_pipeline_over_from_the_last_checkpoint(tmp_path: Path) -> None:
     with pipeline_processes(tmp_path, 2, layers=("0:1", "1:3"), **SETTINGS) as machines:
         machines.step_after(2)
+        store = CheckpointStore(machines.driver.folder / "checkpoints", 3)
+        wait_for(store.newest_round, "a checkpoint", machines.driver)
         machines.driver.kill_9()
-        before = CheckpointStore(machines.driver.folder / "checkpoints", 3).load_newest()
+        before = store.load_newest()
         assert before is not None
         with NodeProcess(tomllib.loads(machines.driver.folder.with_suffix(".toml").read_text())) as again:
             version = before.state["policy_version"]

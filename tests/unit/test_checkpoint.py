@@ -2,15 +2,21 @@
 
 import json
 import logging
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from swarm.adapters import checkpoint as checkpoint_module
-from swarm.adapters.checkpoint import CheckpointStore
+from swarm.adapters.checkpoint import CheckpointStore, CheckpointWriter
 from swarm.errors import CheckpointError
 
 
@@ -133,6 +139,7 @@ def interrupt_at(call: int, monkeypatch: pytest.MonkeyPatch, error: BaseExceptio
 
         return run
 
+    monkeypatch.setattr(checkpoint_module, "_write_tensors", counted(checkpoint_module._write_tensors))
     monkeypatch.setattr(checkpoint_module, "_write_synced", counted(checkpoint_module._write_synced))
     monkeypatch.setattr(checkpoint_module, "sync_folder", counted(checkpoint_module.sync_folder))
     monkeypatch.setattr(Path, "replace", counted(Path.replace))
@@ -185,3 +192,120 @@ def test_the_manifest_lists_every_file(store: CheckpointStore):
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["round"] == 3
     assert sorted(manifest["sha256"]) == ["adapter.safetensors", "optimizer.safetensors", "state.json"]
+
+
+@pytest.mark.parametrize("state", [{}, {"a": []}, {"a": [[1, [2.5, None]], {"b": "ü\n"}], "c": {"d": [1]}, "e": None}])
+def test_a_state_that_is_written_in_parts_is_the_same_json(state: dict[str, Any]):
+    assert json.loads(b"".join(checkpoint_module._json_parts(state))) == state
+
+
+def test_files_are_private(store: CheckpointStore):
+    path = store.save(3, tensors(1.0), {})
+    assert {oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {"0o600"}
+
+
+class SlowStore(CheckpointStore):
+    """Writes each checkpoint when it is let to."""
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        super().__init__(folder, keep)
+        self.begun: list[int] = []
+        self.has_begun = threading.Event()
+        self.may_go_on = threading.Event()
+
+    def save(self, round: int, tensors: dict[str, dict[str, torch.Tensor]], state: dict[str, Any]) -> Path:
+        self.begun.append(round)
+        self.has_begun.set()
+        assert self.may_go_on.wait(10)
+        return super().save(round, tensors, state)
+
+
+class Failures(list[str]):
+    def note(self, round: int, error: CheckpointError) -> None:
+        self.append(f"{round}: {error}")
+
+
+def test_nobody_waits_for_a_checkpoint_but_the_next_one_and_the_end(tmp_path: Path):
+    store, failures, saved = SlowStore(tmp_path), Failures(), list[int]()
+    with CheckpointWriter(store, failures.note) as writer:
+        writer.save(1, tensors(1.0), {}, saved.append)
+        assert store.has_begun.wait(10) and store.load_newest() is None, "training goes on while round 1 is written"
+        next_one = threading.Thread(target=lambda: writer.save(2, tensors(2.0), {}, saved.append))
+        next_one.start()
+        next_one.join(0.1)
+        assert next_one.is_alive() and store.begun == [1], "a slow disk delays the next save: one is written at a time"
+        store.may_go_on.set()
+        next_one.join(10)
+    assert store.newest_round() == 2 and saved == [1, 2] and failures == []
+
+
+def test_the_last_checkpoint_is_complete_when_training_ends_with_an_error(tmp_path: Path):
+    store = SlowStore(tmp_path)
+    with pytest.raises(RuntimeError, match="of training"), CheckpointWriter(store, Failures().note) as writer:
+        writer.save(1, tensors(1.0), {})
+        threading.Timer(0.1, store.may_go_on.set).start()
+        raise RuntimeError("of training")
+    assert store.newest_round() == 1
+
+
+def test_a_disk_that_refuses_is_told_at_once_and_the_next_save_is_made(tmp_path: Path):
+    store, failures, saved = CheckpointStore(tmp_path / "checkpoints", 3), Failures(), list[int]()
+    (tmp_path / "checkpoints").write_text("a file in place of the folder")
+    with CheckpointWriter(store, failures.note) as writer:
+        writer.save(1, tensors(1.0), {}, saved.append)
+        writer.wait(10)
+        assert len(failures) == 1 and failures[0].startswith("1: a checkpoint must be writable")
+        (tmp_path / "checkpoints").unlink()
+        writer.save(2, tensors(2.0), {}, saved.append)
+    assert store.newest_round() == 2 and saved == [2] and len(failures) == 1
+
+
+def test_the_last_checkpoint_is_not_missed_in_silence(tmp_path: Path):
+    store, failures = CheckpointStore(tmp_path / "checkpoints", 3), Failures()
+    (tmp_path / "checkpoints").write_text("a file in place of the folder")
+    with pytest.raises(CheckpointError, match="must be writable"), CheckpointWriter(store, failures.note) as writer:
+        writer.save(1, tensors(1.0), {})
+    assert len(failures) == 1
+
+
+def test_a_bug_in_what_is_saved_ends_training_and_is_not_passed_over(tmp_path: Path):
+    store, failures = CheckpointStore(tmp_path, 3), Failures()
+    with CheckpointWriter(store, failures.note) as writer:
+        writer.save(1, tensors(1.0), {"loss": float("nan")})
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            writer.finish()
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            writer.save(2, tensors(2.0), {})
+        writer._last = None
+    with pytest.raises(ValueError, match="not JSON compliant"), CheckpointWriter(store, failures.note) as writer:
+        writer.save(3, tensors(1.0), {"loss": float("nan")})
+    assert failures == [] and store.load_newest() is None
+
+
+SAVES_FOR_EVER = """
+import sys, torch
+from pathlib import Path
+from swarm.adapters.checkpoint import CheckpointStore, CheckpointWriter
+with CheckpointWriter(CheckpointStore(Path(sys.argv[1]), 2), print) as writer:
+    for round in range(1, 100_000):
+        named = {"a": torch.full((64, 64), float(round))}
+        writer.save(round, {"adapter": named, "optimizer": named}, {"round": round}, lambda r: print(r, flush=True))
+"""
+
+
+def test_what_was_reported_as_saved_survives_kill_9_in_the_middle_of_later_saves(tmp_path: Path):
+    last = 0
+    for num_saves in (1, 2, 3, 5):
+        process = subprocess.Popen([sys.executable, "-c", SAVES_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        for _ in range(num_saves):
+            last = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGKILL)  # the next one is being written
+        process.stdout.close()
+        process.wait(10)
+        loaded = CheckpointStore(tmp_path, 2).load_newest()
+        assert loaded is not None and loaded.round >= last and loaded.state == {"round": loaded.round}
+        assert all(
+            torch.equal(named["a"], torch.full((64, 64), float(loaded.round))) for named in loaded.tensors.values()
+        )
+        shutil.rmtree(tmp_path)

@@ -7,7 +7,7 @@ import random
 import socket
 import struct
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -585,7 +585,7 @@ class TestControls:
         controls = NodeControls(SharingPause())
         controls.act("pause-training")
         passed = threading.Event()
-        thread = threading.Thread(target=lambda: (controls.between_rounds(lambda: 0), passed.set()))
+        thread = threading.Thread(target=lambda: (controls.between_rounds(lambda on_saved: None), passed.set()))
         thread.start()
         assert not passed.wait(0.05)
         assert controls.phase("learning") == "training paused"
@@ -600,10 +600,10 @@ class TestControls:
         saved: list[int] = []
         was_saved, passed = threading.Event(), threading.Event()
 
-        def save() -> int:
+        def save(on_saved: Callable[[int], None]) -> None:
             saved.append(17)
+            on_saved(17)
             was_saved.set()
-            return 17
 
         thread = threading.Thread(target=lambda: (controls.between_rounds(save), passed.set()))
         thread.start()
@@ -616,16 +616,17 @@ class TestControls:
 
     def test_a_checkpoint_that_failed_leaves_the_last_one_named(self) -> None:
         controls = NodeControls(SharingPause())
-        for saved in (4, None):
-            controls.act("checkpoint")
-            controls.between_rounds(lambda saved=saved: saved)
+        controls.act("checkpoint")
+        controls.between_rounds(lambda on_saved: on_saved(4))
+        controls.act("checkpoint")
+        controls.between_rounds(lambda on_saved: None)
         assert controls.state()["saved_round"] == 4
 
     def test_after_the_end_nobody_waits(self) -> None:
         controls = NodeControls(SharingPause())
         controls.act("pause-training")
         controls.end()
-        controls.between_rounds(lambda: 0)
+        controls.between_rounds(lambda on_saved: None)
 
     def test_sharing_is_told_at_once_and_the_phase_says_what_is_paused(self) -> None:
         pause = SharingPause()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from swarm.adapters.checkpoint import CheckpointStore
+from swarm.adapters.checkpoint import CheckpointWriter
 from swarm.config import SharingSection, parse
 from swarm.errors import CheckpointError
 from swarm.machine.node_folder import NodeFolder
@@ -139,12 +139,16 @@ class RefusingLearner:
             "train/swarm_groups": 0,
         }
 
-    def save(self, store: CheckpointStore) -> None:
-        with no_file_grows_beyond(100):
-            store.save(self.round, {}, {"filling": "x" * 1000})
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {"filling": "x" * 1_000_000}
+
+    def save(self, store: CheckpointWriter) -> None:
+        store.save(self.round, *self.state())
 
 
-def test_a_node_learns_on_where_checkpoints_are_refused_and_fails_at_its_end(tmp_path: Path) -> None:
+def test_a_node_learns_on_where_checkpoints_are_refused_and_fails_at_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = parse(
         {
             "node": {"dir": str(tmp_path / "n"), "max_rounds": 3},
@@ -169,7 +173,9 @@ def test_a_node_learns_on_where_checkpoints_are_refused_and_fails_at_its_end(tmp
         watchdog=watchdog,
         controls=NodeControls(SharingPause()),
     )
-    with pytest.raises(CheckpointError, match="free disk space"):
+    with no_file_grows_beyond(500_000), pytest.raises(CheckpointError, match="free disk space"):
         run.run()
     assert learner.round == 3, "the last checkpoint is the one that must not be missed in silence"
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [line.partition(":")[0] for line in told] == [f"round {number} was not saved" for number in (1, 2, 3, 3)]
     assert list(folder.checkpoints.iterdir()) == [], "and what was begun is cleaned up"

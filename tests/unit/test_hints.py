@@ -471,7 +471,7 @@ def test_hints_need_groups_of_others_and_a_policy_on_one_machine() -> None:
         config_of(sharing={"swarm_groups": 0})
     pipeline = {"pipeline": {"driver": MALLORY.peer_id, "machines": [ALICE.peer_id]}}
     with pytest.raises(
-        ConfigError, match=r"a pipelined policy goes without .* rollouts\.hints .* set them to false, 1, 0"
+        ConfigError, match=r"a pipelined policy goes without .* rollouts\.hints, .* set them to false, 1, 0, false"
     ):
         config_of(policy=pipeline)
     assert config_of(hints=0, policy=pipeline).policy.pipeline.is_on

@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "pool": {"records"},  # groups are kept in the wire format
     "policy": {"adapters", "sandbox"},  # a base's chat template is a program
     "engine": {"policy", "adapters"},
-    "rollouts": {"tasks", "policy", "engine"},
+    "rollouts": {"tasks", "policy", "engine", "adapters"},
     "training": {"policy", "adapters"},
     "pipeline": {"policy", "adapters", "engine"},
     "sharing": {"tasks", "records", "admission", "network", "pool"},

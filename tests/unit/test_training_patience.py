@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarm.adapters.checkpoint import CheckpointStore
+from swarm.adapters.checkpoint import CheckpointWriter
 from swarm.config import parse
 from swarm.machine.node_folder import NodeFolder
 from swarm.node.controls import NodeControls
@@ -39,7 +39,10 @@ class Machine:
         zeros = ("rollout/reward_mean", "rollout/tokens_per_s", "train/own_groups", "train/swarm_groups")
         return row | dict.fromkeys(zeros, 0.0)
 
-    def save(self, store: CheckpointStore) -> None:
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
+
+    def save(self, store: CheckpointWriter) -> None:
         self.work(self._save_s)
 
     def work(self, seconds: int) -> None:
