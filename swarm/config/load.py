@@ -203,7 +203,7 @@ def dump_toml(config: Config, origin: Origin | None = None) -> str:
     return text if origin is None else "".join(f"{line}\n" for line in _with_origins(text.splitlines(), origin))
 
 
-def kept_toml(config: Config) -> str:
+def kept_toml(config: Config, origin: Origin | None = None) -> str:
     """As `dump_toml`, for a file that is read again from any current folder: with whole paths."""
     changes: dict[str, dict[str, Any]] = {
         "node": {name: path.absolute() for name in ("dir", "identity") if (path := getattr(config.node, name))},
@@ -214,7 +214,7 @@ def kept_toml(config: Config) -> str:
     if config.policy.base not in BUNDLED_BASES and config.policy.revision is None and base.is_dir():
         changes["policy"] = {"base": str(base.absolute())}
     sections = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
-    return dump_toml(config.model_copy(update=sections))
+    return dump_toml(config.model_copy(update=sections), origin)
 
 
 def _with_origins(lines: Iterable[str], origin: Origin) -> Iterator[str]:

@@ -67,7 +67,7 @@ class NodeStatus:
     """Last row of kind final_merge; empty where there was none."""
     peers: list[dict[str, Any]] = field(default_factory=list)
     """Of each known peer, last seen first, at most 256: peer_id, name, lineage, weight, banned_until, groups_admitted,
-    records_rejected, last_seen_at, reward_mean, policy_version (`sharing.contribution.PeerStanding`)."""
+    bodies_taken, records_rejected, last_seen_at, reward_mean, policy_version (`sharing.contribution.PeerStanding`)."""
     contribution: dict[str, Any] = field(default_factory=dict)
     """last_taken_at, last_taken_by, bodies_taken, reward_rank, reward_rank_of (`sharing.contribution.Contribution`), and
     advice: lines on what is wrong and what to do about it."""

@@ -131,7 +131,7 @@ def test_what_peers_wrote_is_text_wherever_it_is_shown(browser: Chromium, node: 
     stages = [{"stage": 0, "first_layer": 0, "end_layer": 3, "holder": HOSTILE}]
     node.page._stages = lambda: stages
     node.show(row, status(0, row, peers=[peer], contribution=more, phase=HOSTILE, peer_name=HOSTILE))
-    node.page.rollouts.show_prompts(lambda ref: HOSTILE)
+    node.page.rollouts.explain(lambda ref: HOSTILE)
     node.page.rollouts.admitted([group(HOSTILE, "b", index=1)])
     body, header = body_and_header(group("x", "y"))
     node.page.rollouts.refused(header, InvalidRecord(Rejection.TOKENS, HOSTILE), body)

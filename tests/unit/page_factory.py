@@ -129,6 +129,6 @@ def serving(folder: Path, port: int = 0) -> Iterator[ServedPage]:
 
 def some_rollouts(page: NodePage) -> None:
     """Groups of every kind."""
-    page.rollouts.show_prompts(lambda ref: f"State the sum of 1{ref.index} and 7. Answer with the number alone.")
+    page.rollouts.explain(lambda ref: f"State the sum of 1{ref.index} and 7. Answer with the number alone.")
     page.rollouts.own([group("25", "24", " 25", "2 5", index=number) for number in range(6)])
     page.rollouts.admitted([group("right", "wrong", "right", index=number) for number in range(6, 12)])

@@ -350,7 +350,7 @@ class TestRecentRollouts:
 
     def test_a_group_is_shown_with_prompt_answers_rewards_and_why_not(self) -> None:
         recent = RecentRollouts(Clock())
-        recent.show_prompts(lambda ref: f"prompt {ref.index}\x1b")
+        recent.explain(lambda ref: f"prompt {ref.index}\x1b")
         recent.admitted([group("wrong", "wrong", index=3)])
         (one,) = recent.newest()
         assert (one["kind"], one["reason"], one["prompt"]) == ("refused", "no_signal", "prompt 3\\x1b")
@@ -537,7 +537,7 @@ class TestNodePage:
             built.append(ref.index)
             return "a prompt"
 
-        page.rollouts.show_prompts(build)
+        page.rollouts.explain(build)
         page.rollouts.own([group(index=number) for number in range(3)])
         async with served(page) as url:
             host, port = urlsplit(url).hostname, urlsplit(url).port
