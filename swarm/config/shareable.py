@@ -48,7 +48,7 @@ def told_settings(config: Config, origin: Origin | None = None) -> list[dict[str
     seen, usually_seen = dict(_leaves(shareable(given))), dict(_leaves(shareable(usual)))
     told: list[dict[str, Any]] = []
     for key, value in values.items():
-        source = (origin(key.split(".")) if origin else None) or ""
+        source = (origin(key.partition("[")[0].split(".")) if origin else None) or ""
         is_named = source.startswith(("--", "SWARM_"))
         told.append(
             {
@@ -63,22 +63,20 @@ def told_settings(config: Config, origin: Origin | None = None) -> list[dict[str
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value); a list is one value."""
+    """(dotted key, value); each section of a list is a value, and any other list is one."""
     for name, value in settings.items():
         if is_mapping(value) and value:
             yield from _leaves(value, f"{prefix}{name}.")
+        elif is_sequence(value) and value and all(map(is_mapping, value)):
+            yield from ((f"{prefix}{name}[{number}]", part) for number, part in enumerate(value))
         else:
             yield prefix + name, value
 
 
 def _as_text(value: Any) -> str:
-    if is_sequence(value) and not isinstance(value, str):  # of sections, what is not worth telling is left out
-        value = [
-            {name: part for name, part in one.items() if part not in (HIDDEN, "", None, {}, [])}
-            if is_mapping(one)
-            else one
-            for one in value
-        ]
+    if is_mapping(value):  # a section of a list, without what is not worth telling
+        told = {name: part for name, part in value.items() if part not in (HIDDEN, "", None, {}, [])}
+        return ", ".join(f"{name} {part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)}" for name, part in told.items())
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

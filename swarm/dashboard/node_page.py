@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,58 +154,17 @@ class NodePage:
 
     def summary(self) -> dict[str, Any]:
         """What an overview of many nodes shows of this one."""
-        row = self._status.get("last_round", {})
-        return {
-            "version": __version__,
-            "name": self._status.get("peer_name", ""),
-            "peer_id": self._status.get("peer_id", ""),
-            "phase": self._status.get("phase", "starting"),
-            "round": self._status.get("round", 0),
-            "started_at": self._status.get("started_at"),
-            "reward": row.get("rollout/reward_mean"),
-            "tokens_per_s": row.get("rollout/tokens_per_s"),
-            "peers": row.get("network/peers"),
-            "swarm_groups": row.get("train/swarm_groups_total"),
-            "merges": row.get("merge/merges_total"),
-            "verdict": self._status.get("verdict", ""),
-            "curve": self._series.rewards(_SUMMARY_POINTS),
-            "held_out": self._evaluations.means(_SUMMARY_POINTS),
-            "exchange": self._pairs(),
-        }
-
-    def _pairs(self) -> list[dict[str, Any]]:
-        """What this node took from each peer, and each peer from it, the most first."""
-        pairs = [
-            {
-                "peer_id": str(peer.get("peer_id", "")),
-                "name": str(peer.get("name", "")),
-                "groups_admitted": peer.get("groups_admitted") or 0,
-                "bodies_taken": peer.get("bodies_taken") or 0,
-            }
-            for peer in self._peers
-        ]
-        pairs = [pair for pair in pairs if pair["groups_admitted"] or pair["bodies_taken"]]
-        return sorted(pairs, key=lambda pair: -(pair["groups_admitted"] + pair["bodies_taken"]))[:_MAX_PAIRS]
+        return summary_of({**self._status, "peers": self._peers}, self._series, self._evaluations)
 
     async def _load(self) -> None:
         """Earlier rounds, then those that came meanwhile."""
-        series, evaluations, merges = Series(), Evaluations(), MergeLog()
-
-        def read() -> None:
-            for row in last_rows(self._folder / "metrics.jsonl"):
-                if row.get("kind") == "round":
-                    _undo(evaluations, row)
-                    series.add(row)
-                    merges.add(row, row.get("time_s", 0.0))
-                elif row.get("kind") == "evaluation":
-                    evaluations.add(row)
-
         try:
-            await asyncio.to_thread(read)
+            history = await asyncio.to_thread(read_history, self._folder)
         except OSError as error:
             logger.warning("the page begins without earlier rounds: %s", error)
+            history = Series(), Evaluations(), MergeLog()
         waiting, self._waiting = self._waiting or [], None
-        self._series, self._evaluations, self._merges = series, evaluations, merges
+        self._series, self._evaluations, self._merges = history
         for row in waiting:
             self._take_row(row)
         self._feed.publish("reset", {})
@@ -306,6 +265,57 @@ class NodePage:
         controls = self._controls.state()
         self._feed.publish("controls", {"controls": controls})
         return JSONResponse({"controls": controls})
+
+
+def summary_of(status: Mapping[str, Any], series: Series, evaluations: Evaluations) -> dict[str, Any]:
+    """What an overview shows of a node. `status`: as in its status file."""
+    row = status.get("last_round", {})
+    return {
+        "version": __version__,
+        "name": status.get("peer_name", ""),
+        "peer_id": status.get("peer_id", ""),
+        "phase": status.get("phase", "starting"),
+        "verdict": status.get("verdict", ""),
+        "round": status.get("round", 0),
+        "started_at": status.get("started_at"),
+        "reward": row.get("rollout/reward_mean"),
+        "tokens_per_s": row.get("rollout/tokens_per_s"),
+        "peers": row.get("network/peers"),
+        "own_groups": row.get("train/own_groups_total"),
+        "swarm_groups": row.get("train/swarm_groups_total"),
+        "merges": row.get("merge/merges_total"),
+        "curve": series.rewards(_SUMMARY_POINTS),
+        "held_out": evaluations.means(_SUMMARY_POINTS),
+        "exchange": _pairs(status.get("peers") or []),
+    }
+
+
+def read_history(folder: Path) -> tuple[Series, Evaluations, MergeLog]:
+    """What metrics.jsonl of a node's folder says. Takes a while. Raises OSError."""
+    series, evaluations, merges = Series(), Evaluations(), MergeLog()
+    for row in last_rows(folder / "metrics.jsonl"):
+        if row.get("kind") == "round":
+            _undo(evaluations, row)
+            series.add(row)
+            merges.add(row, row.get("time_s", 0.0))
+        elif row.get("kind") == "evaluation":
+            evaluations.add(row)
+    return series, evaluations, merges
+
+
+def _pairs(peers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the node took from each peer, and each peer from it, the most first."""
+    pairs = [
+        {
+            "peer_id": str(peer.get("peer_id", "")),
+            "name": str(peer.get("name", "")),
+            "groups_admitted": peer.get("groups_admitted") or 0,
+            "bodies_taken": peer.get("bodies_taken") or 0,
+        }
+        for peer in peers
+    ]
+    pairs = [pair for pair in pairs if pair["groups_admitted"] or pair["bodies_taken"]]
+    return sorted(pairs, key=lambda pair: -(pair["groups_admitted"] + pair["bodies_taken"]))[:_MAX_PAIRS]
 
 
 def rollout_query(request: Request) -> tuple[str, str, int]:

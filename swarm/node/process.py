@@ -25,7 +25,8 @@ def run_node(
 ) -> None:
     """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can fix.
 
-    `origin`: where each setting comes from, for people. `unlock`: opens an identity that is encrypted on disk. `end_when_stuck`: end the process when it makes no progress, as a
+    `origin`: where each setting comes from, for people.
+    `unlock`: opens an identity that is encrypted on disk. `end_when_stuck`: end the process when it makes no progress, as a
     supervisor starts it again.
     """
     keep_heaps_small()

@@ -144,7 +144,10 @@ class TaskMixture:
             return None
 
     def final_answer_in(self, source: str, text: str) -> str | None:
-        """What the verifier reads of an answer, for a person to see; "" where there is none. None: all of it, or not known here."""
+        """What the verifier reads of an answer, for a person to see; "" where there is none.
+
+        None: it reads all of it, or it is not known here.
+        """
         rule = self._answer_rules.get(source)
         return None if rule is None or isinstance(rule, Whole) else final_answer(rule, text) or ""
 

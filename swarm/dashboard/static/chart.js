@@ -37,10 +37,11 @@ const inspected = new Set();
 
 export class Chart {
   /** `unit`: behind values, such as " tokens/s". `lines`: several named curves in place of one with its shade. */
-  constructor(place, title, { unit = "", floor = null, lines = false } = {}) {
+  constructor(place, title, { unit = "", floor = null, lines = false, isSparse = false } = {}) {
     this.title = title;
     this.unit = unit;
     this.floor = floor;
+    this.isSparse = isSparse;
     this.points = null;
     this.at = null;
     this.width = 0;
@@ -77,7 +78,7 @@ export class Chart {
   /** `points`: {start, width, mean, min, max}, or with several lines {start, width, curves: [{name, values}]}; `isRaw`: few points,
    * which are not smoothed but marked. */
   show(points) {
-    this.points = points;
+    this.points = this.isSparse ? known(points) : points;
     this.draw();
   }
 
@@ -119,9 +120,10 @@ export class Chart {
 
   drawGrid({ x, y, low, high, first, last }) {
     const marks = [];
-    for (const value of ticks(low, high, 4)) {
+    const values = ticks(low, high, 4);
+    for (const value of values) {
       marks.push(svg("line", { x1: MARGIN.left, x2: this.width - MARGIN.right, y1: y(value), y2: y(value) }));
-      marks.push(label(short(value), MARGIN.left - 6, y(value) + 4, "end"));
+      marks.push(label(onAxis(value, values), MARGIN.left - 6, y(value) + 4, "end"));
     }
     for (const round of ticks(first, last, this.width > 420 ? 6 : 4)) {
       if (Number.isInteger(round)) marks.push(label(round < 10000 ? number(round) : short(round), x(round), HEIGHT - 5, "middle"));
@@ -147,7 +149,8 @@ export class Chart {
       line.setAttribute("class", `line hue-${place % 8} dash-${Math.floor(place / 8) % 4}`);
       const isFew = this.points.isRaw && start.length < 40;
       const shown = this.points.isRaw ? curve.values : smooth(curve.values, Math.min(21, Math.max(1, Math.round(start.length / 16))));
-      line.setAttribute("d", path(start.map((round) => x(round)), shown.map(orNull(y)), isFew));
+      const places = [...start.keys()].filter((place) => !this.points.isRaw || typeof shown[place] === "number");
+      line.setAttribute("d", path(places.map((place) => x(start[place])), places.map((place) => orNull(y)(shown[place])), isFew));
     });
     this.legend.hidden = curves.length < 2 || curves.length > 16;
     if (this.legend.hidden) return;
@@ -250,6 +253,19 @@ export class Chart {
     if (!this.points) return;
     this.describe();
   }
+}
+
+/** The buckets that have a value. */
+function known({ start, width, mean, min, max }) {
+  const places = [...mean.keys()].filter((place) => typeof mean[place] === "number");
+  const of = (values) => places.map((place) => values[place]);
+  return { start: of(start), width, mean: of(mean), min: of(min), max: of(max) };
+}
+
+/** All marks of an axis have the same number of decimals. */
+function onAxis(value, values) {
+  const step = values.length > 1 ? values[1] - values[0] : Math.abs(value) || 1;
+  return Math.abs(value) >= 10000 ? short(value) : number(value, step >= 1 ? 0 : Math.min(4, Math.ceil(-Math.log10(step) - 1e-9)));
 }
 
 const orNull = (scale) => (value) => (value === null || value === undefined ? null : scale(value));

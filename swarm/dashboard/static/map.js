@@ -2,14 +2,15 @@
 
 import { make, number, say, svg } from "./dom.js";
 
-const HEIGHT = 340, NODE = 7, MOST_WIDTH = 6, MOST_LABEL = 16;
+const HEIGHT = 340, LOW = 190, NODE = 7, MOST_WIDTH = 6, MOST_LABEL = 16;
 
 export class SwarmMap {
   constructor(place, title) {
     this.title = title;
     this.told = null;
     this.width = 0;
-    this.plot = svg("svg", { role: "img", height: HEIGHT, class: "plot" });
+    this.height = LOW;
+    this.plot = svg("svg", { role: "img", height: LOW, class: "plot" });
     this.says = make("p", { class: "note" });
     this.pad = make("div", { class: "pad" }, this.plot);
     place.append(make("h3", {}, title), this.pad, this.says);
@@ -33,7 +34,10 @@ export class SwarmMap {
 
   draw() {
     if (!this.told || this.width < 60) return;
-    const { nodes, edges } = this.told, places = this.places(nodes);
+    const { nodes, edges } = this.told;
+    this.height = nodes.length < 4 ? LOW : HEIGHT;
+    this.plot.setAttribute("height", this.height);
+    const places = this.places(nodes);
     const most = edges.reduce((a, edge) => Math.max(a, edge.weight), 1);
     const lines = edges.filter((edge) => places.has(edge.from) && places.has(edge.to)).map((edge) => this.arrow(edge, places, most, nodes));
     const dots = nodes.map((node) => this.dot(node, places.get(node.id)));
@@ -42,11 +46,12 @@ export class SwarmMap {
   }
 
   places(nodes) {
-    const centre = [this.width / 2, HEIGHT / 2], around = nodes.filter((node) => !node.isCentre);
-    const across = Math.max(40, Math.min(this.width / 2 - 74, 230)), down = HEIGHT / 2 - 34;
-    const places = new Map(nodes.filter((node) => node.isCentre).map((node) => [node.id, centre]));
+    const around = nodes.filter((node) => !node.isCentre), isPair = nodes.length === 2;
+    const across = Math.max(40, Math.min(this.width / 2 - 74, isPair ? 120 : 230)), down = this.height / 2 - 34;
+    const centre = [this.width / 2, this.height / 2], of = isPair && around.length === 1 ? [centre[0] - across, centre[1]] : centre;
+    const places = new Map(nodes.filter((node) => node.isCentre).map((node) => [node.id, of]));
     around.forEach((node, place) => {
-      const angle = (2 * Math.PI * place) / around.length - Math.PI / 2;
+      const angle = (2 * Math.PI * place) / around.length - (nodes.length < 4 ? 0 : Math.PI / 2);
       places.set(node.id, [centre[0] + across * Math.cos(angle), centre[1] + down * Math.sin(angle)]);
     });
     return places;
@@ -72,7 +77,7 @@ export class SwarmMap {
   }
 
   dot(node, [x, y]) {
-    const above = y < HEIGHT / 2 - 1 || node.isCentre;
+    const above = y < this.height / 2 - 1 || node.isCentre;
     const text = svg("text", { x: x.toFixed(1), y: (y + (above ? -13 : 24)).toFixed(1), "text-anchor": "middle" });
     text.textContent = node.name.length > MOST_LABEL ? `${node.name.slice(0, MOST_LABEL - 1)}…` : node.name;
     const title = svg("title");

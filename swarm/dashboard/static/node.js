@@ -28,7 +28,7 @@ const LEARNING = {
   signals: ["Reward by signal", { floor: 0, lines: true }],
   loss: ["Loss", {}],
   grad_norm: ["Gradient norm", { floor: 0 }],
-  kl: ["KL to the base", { unit: " nats", floor: 0 }],
+  kl: ["KL to the base", { unit: " nats", floor: 0, isSparse: true }],
   entropy: ["Entropy", { unit: " nats", floor: 0 }],
   clipped: ["Clipped tokens", { floor: 0, unit: " of all" }],
   staleness: ["Staleness", { unit: " versions", floor: 0 }],
@@ -60,7 +60,7 @@ const rejected = new Table(byId("rejected-table"), "Rejected records, by reason"
   { key: "reason", title: "Reason", kind: "name", text: ([reason]) => reason, sort: ([reason]) => reason },
   { key: "words", title: "In plain words", kind: "words", text: ([reason]) => view.reasons[reason] || "" },
   { key: "count", title: "Count", kind: "number", text: ([, count]) => number(count), sort: ([, count]) => count },
-], ([reason]) => reason, "Nothing yet.");
+], ([reason]) => reason, "Nothing was rejected.");
 rejected.sortBy(rejected.columns[2], true);
 
 const merges = new Table(byId("merges-table"), "Merges with partners, newest first", [
@@ -88,7 +88,7 @@ const settings = new Table(byId("config-table"), "Settings", [
   { key: "key", title: "Setting", kind: "name", text: (s) => s.key, sort: (s) => s.key },
   { key: "value", title: "Value", kind: "words", text: (s) => s.value || "not set" },
   { key: "default", title: "Default", kind: "words", text: (s) => (s.is_default ? "the same" : s.default || "not set") },
-  { key: "origin", title: "Comes from", kind: "code", text: (s) => s.origin || (s.is_default ? "default" : "not told"), sort: (s) => s.origin },
+  { key: "origin", title: "Comes from", kind: "code", text: (s) => s.origin || (s.is_default ? "default" : "not recorded"), sort: (s) => s.origin },
 ], (s) => s.key, "No setting differs from its default, or none fits.");
 function filterSettings() {
   const wanted = byId("config-find").value.trim().toLowerCase(), isChanged = byId("config-changed").checked;
@@ -214,7 +214,7 @@ function drawStatus() {
     ["Held-out reward", change(view.evaluations.mean, 2)],
     ["Round", number(s.round)],
     ["Sampled reward", number(row["rollout/reward_mean"], 3)],
-    ["Groups of own + peers", row["train/own_groups_total"] === undefined ? "–" : `${short(row["train/own_groups_total"])} + ${short(row["train/swarm_groups_total"])}`],
+    ["Own + peers", row["train/own_groups_total"] === undefined ? "–" : `${short(row["train/own_groups_total"])} + ${short(row["train/swarm_groups_total"])}`],
     ["Tokens/s", short(row["rollout/tokens_per_s"])],
     ["Round time", row["time/round_s"] === undefined ? "–" : `${number(row["time/round_s"], 1)} s`],
     ["Connected peers", number(row["network/peers"])],

@@ -138,7 +138,7 @@ export class Rollouts {
     const facts = [answer.tokens === 1 ? "1 token" : `${number(answer.tokens)} tokens`, answer.is_cut ? "not ended by itself" : "",
       ...Object.entries(answer.signals).map(([name, value]) => `${name} ${number(value, 2)}`)].filter(Boolean);
     const final = answer.final === null ? null : make("p", { class: "final" }, "Final answer: ", answer.final === "" ? "none found" : make("code", {}, answer.final));
-    said.append(...[final, make("p", { class: "note" }, facts.join(" · "))].filter(Boolean));
+    said.append(make("div", { class: "below" }, final, make("p", { class: "note" }, facts.join(" · "))));
     return make("li", {}, make("span", { class: `reward ${answer.reward > 0.5 ? "good" : ""}` }, `${isClaimed ? "claimed " : ""}${number(answer.reward, 2)}`), said);
   }
 }
