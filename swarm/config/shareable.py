@@ -76,7 +76,10 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 def _as_text(value: Any) -> str:
     if is_mapping(value):  # a section of a list, without what is not worth telling
         told = {name: part for name, part in value.items() if part not in (HIDDEN, "", None, {}, [])}
-        return ", ".join(f"{name} {part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)}" for name, part in told.items())
+        return ", ".join(
+            f"{name} {part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)}"
+            for name, part in told.items()
+        )
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
