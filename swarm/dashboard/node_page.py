@@ -308,7 +308,6 @@ def _pairs(peers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     pairs = [
         {
             "peer_id": str(peer.get("peer_id", "")),
-            "name": str(peer.get("name", "")),
             "groups_admitted": peer.get("groups_admitted") or 0,
             "bodies_taken": peer.get("bodies_taken") or 0,
         }

@@ -78,7 +78,6 @@ class _Curve(_Checked):
 
 class _Pair(_Checked):
     peer_id: str
-    name: str = ""
     groups_admitted: Count = 0
     bodies_taken: Count = 0
 

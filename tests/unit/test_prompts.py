@@ -382,7 +382,7 @@ def test_prompts_have_the_tokens_of_the_rendered_text(make_policy: Callable[...,
 def test_the_rendered_prompts_are_printed(tmp_path: Path) -> None:
     settings = {**FORM, "template_arguments": {}, "system": "Be\x1b[31m kind."}
     with (tmp_path / "shown").open("w+") as stream:
-        explain(config_of(**settings), BUNDLED_FOLDER, stream)
+        show_prompts(config_of(**settings), BUNDLED_FOLDER, stream)
         stream.seek(0)
         shown = stream.read()
     assert "── gcd: " in shown and " tokens (at most 512" in shown and "answer: tag" in shown
