@@ -12,6 +12,7 @@ from typing import Any
 
 from swarm.config import Config, ObservabilitySection
 from swarm.dashboard.node_page import NodePage
+from swarm.dashboard.overview import Overview
 from swarm.node.controls import NodeControls
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
@@ -128,6 +129,31 @@ def serving(folder: Path, port: int = 0) -> Iterator[ServedPage]:
         yield one
     finally:
         one.stop()
+
+
+@contextlib.contextmanager
+def serving_overview(folder: Path) -> Iterator[str]:
+    """The address of an overview of a folder, which runs in a thread with a loop of its own."""
+    started, urls = threading.Event(), list[str]()
+    loop, done = asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        overview = Overview([folder], ObservabilitySection())
+        await overview.start()
+        urls.append(f"http://127.0.0.1:{overview.port}/")
+        started.set()
+        await done.wait()
+        await overview.stop()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def some_rollouts(page: NodePage) -> None:
