@@ -123,7 +123,8 @@ def _way_to_a_node(folder: Path) -> str:
     if not inner:
         return "; start it with `swarm run` or name its folder"
     names = ", ".join(path.name for path in inner[:_MAX_NAMES]) + (", …" if len(inner) > _MAX_NAMES else "")
-    return f" but in {names} inside it; name one of these, or see all with `swarm top {shlex.quote(str(folder))}`"
+    every = f"`swarm top {shlex.quote(str(folder))}`"
+    return f" but {len(inner)} nodes inside it: {names}; name one of these, or see all with {every}"
 
 
 @contextlib.contextmanager

@@ -203,7 +203,7 @@ def test_the_folder_of_a_testbed_is_told_from_that_of_a_node(tmp_path: Path, com
         status_of(time.time()).write(tmp_path / name / "status.json")
     told = swarm(command, str(tmp_path))
     assert told.returncode == 9
-    assert "b, long-name, node-2, node-10 inside it" in told.stderr
+    assert "4 nodes inside it: b, long-name, node-2, node-10;" in told.stderr
     assert f"`swarm top {tmp_path}`" in told.stderr
 
 

@@ -62,7 +62,7 @@ def _show_node(folder: Path, is_opened: bool) -> None:
     status = read_status(folder / "status.json")
     if not status.is_alive:
         raise NodeNotRunningError(
-            f"the node must be running, got process {status.pid} that has ended, in {folder}; "
+            f"the node in {folder} must be running, got process {status.pid}, which has ended; "
             f"start it again with {start_command(folder, status)}"
         )
     if not status.http_port:
