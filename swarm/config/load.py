@@ -233,6 +233,34 @@ def _with_origins(lines: Iterable[str], origin: Origin) -> Iterator[str]:
         yield line if location is None else f"{line:<{_COMMENT_COLUMN}}  # {_one_line(origin(location) or 'default')}"
 
 
+def kept_origin(origin: Origin, path: Path) -> Origin:
+    """As `origin`, for a node that is started again from its own file at `path`: what the comments of that file say.
+
+    Nothing but what people are shown may follow from it: whoever edits the file leaves the comments as they are.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return origin
+    told: dict[tuple[str, ...], str] = {}
+    table: tuple[str, ...] = ()
+    for line in lines:
+        setting, mark, source = line.rpartition("  # ")
+        if header := re.match(r"\[\[?([^\[\]]+)\]", line):
+            table = tuple(header[1].split("."))
+        key = re.match(r"([A-Za-z0-9_-]+) = ", setting)
+        if mark and (header or key):
+            location = (*table, key[1]) if key else table
+            told[location] = "" if source == "default" else source
+
+    def find(location: Sequence[str | int]) -> str | None:
+        source = origin(location)
+        is_own = source is not None and Path(source).name == path.name and Path(source).resolve() == path.resolve()
+        return told.get(tuple(map(str, location)), source) if is_own else source
+
+    return find
+
+
 def _one_line(source: str) -> str:
     """A path may hold any character, and a comment ends with its line."""
     return "".join(character if character.isprintable() else "?" for character in source)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from swarm.config import Config, Origin, kept_toml
+from swarm.config import Config, Origin, kept_origin, kept_toml
 from swarm.machine.memory import keep_heaps_small
 from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import close_to_others, replace_file
@@ -41,6 +41,7 @@ def run_node(
         if fresh and (aside := folder.set_aside()):
             print(f"earlier run moved to {aside}")
         set_up_logging(folder.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
+        origin = kept_origin(origin, folder.config) if origin else None
         replace_file(folder.config, kept_toml(config, origin))
         with crash_reports(folder) as crashes:
             end = crashes.end_stuck if end_when_stuck else None
