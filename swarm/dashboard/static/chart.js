@@ -149,7 +149,7 @@ export class Chart {
       line.setAttribute("class", `line hue-${place % 8} dash-${Math.floor(place / 8) % 4}`);
       const isFew = this.points.isRaw && start.length < 40;
       const shown = this.points.isRaw ? curve.values : smooth(curve.values, Math.min(21, Math.max(1, Math.round(start.length / 16))));
-      const places = [...start.keys()].filter((place) => !this.points.isRaw || typeof shown[place] === "number");
+      const places = [...start.keys()].filter((place) => typeof shown[place] === "number");  // rounds without one are passed over
       line.setAttribute("d", path(places.map((place) => x(start[place])), places.map((place) => orNull(y)(shown[place])), isFew));
     });
     this.legend.hidden = curves.length < 2 || curves.length > 16;

@@ -116,7 +116,7 @@ if (isViewed) {
   removeControls();
   byId("home").href = "../../";
   byId("home").title = "All nodes";
-  for (const id of ["metrics-link", "health-link"]) byId(id).remove();
+  document.querySelector("footer").replaceChildren(byId("version"));
 }
 
 // ---- views ---------------------------------------------------------------------------------------------------------

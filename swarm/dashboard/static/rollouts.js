@@ -131,7 +131,7 @@ export class Rollouts {
 
   answer(answer, isClaimed) {
     const isEpisode = answer.parts.length > 1;
-    const said = make("div", { class: "said" });
+    const said = make("div", { class: isEpisode ? "said" : "said alone" });
     for (const [who, words] of answer.parts) {
       said.append(isEpisode ? make("div", { class: `turn ${who === "policy" ? "of-policy" : ""}` }, make("span", { class: "who" }, SPEAKERS[who] || who), text(words)) : text(words));
     }
