@@ -5,7 +5,10 @@ import contextlib
 import json
 import os
 import random
+import re
 import socket
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
@@ -310,3 +313,21 @@ async def test_an_answer_nested_without_end_is_no_node() -> None:
         async with odd_server(answering(text)) as target, overview_of(target) as (overview, _):
             (node,) = overview.watch.nodes.values()
             assert "nested at most" in node.error
+
+
+def test_the_command_serves_a_page_over_the_nodes_of_a_folder_until_it_is_told_to_end(tmp_path: Path) -> None:
+    folder = tmp_path / "node-1"
+    folder.mkdir()
+    told = status(0, round_row(1, random.Random(0))) | {"pid": 2**22 + 1, "addresses": [], "phase": "ended"}
+    (folder / "status.json").write_text(json.dumps(told))
+    command = [sys.executable, "-m", "swarm.cli.main", "dashboard", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        address = re.fullmatch(r"all nodes on (http://127\.0\.0\.1:\d+/); Ctrl-C ends it\n", serving.stdout.readline())
+        assert address is not None
+        until = time.monotonic() + 30
+        while not (nodes := httpx.get(f"{address[1]}api/nodes", trust_env=False).json()["nodes"]):
+            assert time.monotonic() < until
+        serving.terminate()
+        assert serving.wait(30) == 0
+    assert [(node["label"], node["is_alive"]) for node in nodes] == [("node-1", False)]
