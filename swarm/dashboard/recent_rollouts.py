@@ -114,7 +114,7 @@ class RecentRollouts:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._rings: dict[str, deque[ShownGroup]] = {kind: deque(maxlen=MAX_GROUPS) for kind in KINDS}
-        self._chars = dict.fromkeys(KINDS, 0)
+        self._chars: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._opened_at = 0.0
         self._prompts: dict[int, str | None] = {}
         """By the number of the group; each is built once, which may take a tenth of a second."""

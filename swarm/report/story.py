@@ -224,13 +224,11 @@ def _learned(run: Run) -> Iterator[str]:
 
 
 def _by_source(run: Run) -> Iterator[str]:
-    names = {name for node in run.nodes for name in node.summary.held_out_by_source}
-    gains = [
-        (end - start, name, start, end)
-        for name in names
-        if None not in (pair := _source(run, name))
-        for start, end in [pair]
-    ]
+    gains: list[tuple[float, str, float, float]] = []
+    for name in {name for node in run.nodes for name in node.summary.held_out_by_source}:
+        start, end = _source(run, name)
+        if start is not None and end is not None:
+            gains.append((end - start, name, start, end))
     if len(gains) > 1:
         (_, most, a, b), (_, least, c, d) = max(gains), min(gains)
         yield f"{_who(run)} gained most on {most} ({a:.2f} → {b:.2f}) and least on {least} ({c:.2f} → {d:.2f})."
