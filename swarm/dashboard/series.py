@@ -6,6 +6,7 @@ A curve has buckets of rounds of one width, which doubles whenever there are too
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeGuard
 
 MAX_MERGES = 50
@@ -81,8 +82,8 @@ class Evaluations:
         if not isinstance(number, int) or number < 0 or not _is_number(mean):
             return
         self.undo(number)
-        found = by_source if isinstance(by_source, Mapping) else {}
-        known = {str(name)[:_MAX_NAME]: _short(value) for name, value in found.items() if _is_number(value)}
+        found = islice(by_source.items(), MAX_MEMBERS) if isinstance(by_source, Mapping) else ()
+        known = {str(name)[:_MAX_NAME]: _short(value) for name, value in found if _is_number(value)}
         self._rows.append((number, _short(mean), known))
         if len(self._rows) > MAX_EVALUATIONS:
             self._rows = [*self._rows[:-1:2], self._rows[-1]]

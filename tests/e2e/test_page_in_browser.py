@@ -162,6 +162,20 @@ def test_what_peers_wrote_is_text_wherever_it_is_shown(browser: Chromium, node: 
     browser.wait_for("document.querySelectorAll('#groups details[open] pre').length >= 3")
     browser.wait_for("document.querySelectorAll('#merges-table tbody tr').length === 1")
     browser.run("document.querySelectorAll('.view').forEach(one => { one.hidden = false })")
+    names = {
+        "rollout/reward_by_source": {HOSTILE: 0.5, "__proto__": 0.5},
+        f"reward/{HOSTILE}": 0.5,
+        "reward/__proto__": 0.5,
+    }
+    node.show(round_row(2, random.Random(0), **names))
+    browser.run("location.hash = '#learning'")
+    browser.wait_for(
+        "document.querySelectorAll('#charts-learning figure:not([hidden]) .legend:not([hidden]) li').length >= 8"
+    )
+    assert (
+        browser.run("Object.keys(Object.prototype).length + [...Array(9).keys()].filter(key => key in {}).length") == 0
+    )
+    browser.run("document.querySelectorAll('.view').forEach(one => { one.hidden = false })")
     assert browser.run("window.owned") is None
     assert browser.run("document.querySelectorAll('main img, main script, main svg:not(.plot), main a').length") == 0
     shown = browser.run("document.body.innerText")

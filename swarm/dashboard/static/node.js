@@ -271,6 +271,7 @@ function mark(...parts) {
 // ---- what comes in -------------------------------------------------------------------------------------------------
 
 function takeState(state) {
+  for (const family of FAMILIES) state.series[family] = Object.assign(Object.create(null), state.series[family]);  // names are anybody's
   view.skewS = state.now_s - Date.now() / 1000;
   Object.assign(view, { status: state.status, peers: state.peers, series: state.series, evaluations: state.evaluations || NO_EVALUATIONS, merges: state.merges, reasons: state.reasons, swarm: state.swarm, mergesAdapters: state.merges_adapters });
   say(byId("version"), `swarm ${state.version}`);
