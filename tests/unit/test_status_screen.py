@@ -316,3 +316,17 @@ def test_top_obeys_keys_and_gives_the_terminal_back_at_q(tmp_path: Path, termina
     read_until(ours, b"\x1b[?25h", b"\x1b[?1049l")
     assert watching.wait(60) == 0
     assert termios.tcgetattr(theirs) == before
+
+
+def test_top_without_a_keyboard_shows_all_the_same_until_it_is_interrupted(
+    tmp_path: Path, terminal: tuple[int, int]
+) -> None:
+    ours, theirs = terminal
+    status_of(time.time()).write(tmp_path / "status.json")
+    command = [sys.executable, "-m", "swarm.cli.main", "top", str(tmp_path), "--interval", "0.1"]
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    watching = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment)
+    read_until(ours, b"contributing")
+    watching.send_signal(signal.SIGTERM)
+    read_until(ours, b"\x1b[?1049l")
+    assert watching.wait(60) == 0

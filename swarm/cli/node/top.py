@@ -237,15 +237,14 @@ def _keys() -> Iterator[Callable[[float], str]]:
         time.sleep(timeout_s)
         return ""
 
-    try:
-        import termios
-        import tty
-
-        terminal = sys.stdin.fileno()
-        before = termios.tcgetattr(terminal)
-    except (ImportError, OSError, ValueError):  # no terminal to read from
+    if sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
         yield sleep
         return
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
 
     def read(timeout_s: float) -> str:
         if not select.select([terminal], [], [], timeout_s)[0]:
