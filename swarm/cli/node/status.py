@@ -142,7 +142,7 @@ def _lines(folder: Path, current: "NodeStatus") -> Lines:
     if crash := last_crash(folder):
         lines.append(("crash", f"{crash.name}, {for_how_long(now - crash.lstat().st_mtime)} ago"))
     lines.append(("disk", f"{size(folder_bytes(folder))} in its folder, {size(shutil.disk_usage(folder).free)} free"))
-    lines += _merge_lines(row)
+    lines += _merge_lines(current, row)
     if current.final_merge:
         final = current.final_merge
         applied = "applied" if final["final/is_taken"] else "not applied: worse on private tasks"
@@ -203,12 +203,19 @@ def _exchange_lines(current: "NodeStatus", row: dict[str, Any], now: float) -> L
     return lines
 
 
-def _merge_lines(row: dict[str, Any]) -> Lines:
+def _merge_lines(current: "NodeStatus", row: dict[str, Any]) -> Lines:
     """For a node that merges: how often it did, and the weight of its last partner."""
+    from swarm.observability.status_file import name_of
+
     if "merge/merges_total" not in row:
         return []
     alone = ", ".join(f"{why} {count}" for why, count in row["merge/reasons"].items() if why != "merged")
     lines = [("merged", f"{row['merge/merges_total']} times; outer steps without a partner: {alone or 'none'}")]
     if "merge/partner" in row:
-        lines.append(("last merge", f"{row['merge/partner_share']:.2f} of {row['merge/partner']}"))
+        lines.append(
+            (
+                "last merge",
+                f"with {name_of(current, row['merge/partner'])}, at a weight of {row['merge/partner_share']:.2f}",
+            )
+        )
     return lines

@@ -214,7 +214,14 @@ def _watch(folders: Sequence[Path], console: "Console", interval_s: float, view:
         _without_nodes(folders),
     )  # before the screen is switched, as it may raise
     live = Live(_screen(looks, missing, console, view), console=console, screen=True, auto_refresh=False)
-    with contextlib.suppress(KeyboardInterrupt), sigterm_interrupts(), _keys() as read_key, live:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        sigterm_interrupts(),
+        _keys() as read_key,
+        contextlib.ExitStack() as ends,
+    ):
+        ends.callback(live.stop)  # also where a signal comes while it starts
+        live.start(refresh=True)
         due = time.monotonic() + interval_s
         while True:
             key = read_key(max(0.0, due - time.monotonic()))
