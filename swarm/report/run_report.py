@@ -111,9 +111,10 @@ def report_html(runs: Sequence[Run]) -> str:
     parts = [*_introduction(runs), *(_beside(runs) if len(runs) > 1 else ())]
     parts += [
         "<h2>Curves</h2><div class='charts'>" + "".join(_curves(runs)) + "</div>",
-        *(table.html() for table in (_learning(nodes), _held_out(nodes), *_exchange(nodes)) if table.rows),
-        *_merging(nodes),
-        *(table.html() for table in _peers(nodes) if table.rows),
+        *(table.html() for table in (_learning(nodes), *_exchange(nodes)) if table.rows),
+        *(table.html() for table in (_merging(nodes),) if table.rows),
+        "<h2>In detail</h2>",
+        *(table.folded_html() for table in (_held_out(nodes), _last_merges(nodes), *_peers(nodes)) if table.rows),
         "<h2>Configuration</h2>",
         *(f"<details><summary>{_name(run)}</summary><pre>{_text(run.config)}</pre></details>" for run in nodes),
     ]
@@ -254,30 +255,31 @@ def _exchange(runs: Sequence[NodeRun]) -> list[Table]:
     ]
 
 
-def _merging(runs: Sequence[NodeRun]) -> list[str]:
-    """Tables of merges; empty if no node merged."""
-    names = {run.status["peer_id"]: run.label for run in runs if run.status.get("peer_id")}
-    steps: list[list[str]] = []
-    merges: list[list[str]] = []
+def _merging(runs: Sequence[NodeRun]) -> Table:
+    rows: list[list[str]] = []
     for run in runs:
-        log, row = MergeLog(), run.history.last_round
-        for one in run.history.rounds:
-            log.add(one, one.get("time_s", 0.0))
+        row = run.history.last_round
         if "merge/merges_total" in row:
             alone = [
                 f"{why} {count}" for why, count in row.get("merge/reasons", {}).items() if why != "merged" and count
             ]
             counts = [f"{row[f'merge/{what}_total']:,}" for what in ("merges", "solo_steps")]
-            steps.append([run.label, *counts, ", ".join(alone) or "–"])
+            rows.append([run.label, *counts, ", ".join(alone) or "–"])
+    return Table("Merging", ("node", "merges", "steps without partner", "reasons"), rows)
+
+
+def _last_merges(runs: Sequence[NodeRun]) -> Table:
+    names = {run.status["peer_id"]: run.label for run in runs if run.status.get("peer_id")}
+    rows: list[list[str]] = []
+    for run in runs:
+        log = MergeLog()
+        for one in run.history.rounds:
+            log.add(one, one.get("time_s", 0.0))
         for merge in log.newest_first():
             partner = names.get(str(merge["partner"])) or peer_name(str(merge["partner"]))
             numbers = [_number(merge["share"], 2), _number(merge["drift"], 3), _moment(merge["time_s"])]
-            merges.append([run.label, f"{merge['round']:,}", partner, *numbers])
-    tables = [
-        Table("Merging", ("node", "merges", "steps without partner", "reasons"), steps),
-        Table("Last merges", ("node", "round", "partner", "weight", "drift", "when"), merges),
-    ]
-    return [table.html() for table in tables if table.rows]
+            rows.append([run.label, f"{merge['round']:,}", partner, *numbers])
+    return Table("Last merges", ("node", "round", "partner", "weight", "drift", "when"), rows)
 
 
 def _peers(runs: Sequence[NodeRun]) -> list[Table]:

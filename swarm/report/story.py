@@ -69,8 +69,20 @@ class Run:
 
     @property
     def held_out(self) -> list[tuple[int, float]]:
-        """(round, mean reward on held-out tasks of the nodes that were evaluated after it)."""
-        return _means((row["round"], row["accuracy_mean"]) for node in self.nodes for row in node.history.evaluations)
+        """(round, mean over the nodes of their last evaluation until then), from where all that were evaluated have one."""
+        rows = [
+            (row["round"], place, row["accuracy_mean"])
+            for place, node in enumerate(self.nodes)
+            for row in node.history.evaluations
+        ]
+        latest: dict[int, float] = {}
+        points: dict[int, float] = {}
+        num_nodes = len({place for _, place, _ in rows})
+        for number, place, value in sorted(rows, key=lambda row: row[:2]):
+            latest[place] = value
+            if len(latest) == num_nodes:
+                points[number] = fmean(latest.values())
+        return list(points.items())
 
     def mean(self, name: str) -> float | None:
         """Of a field of the nodes' summaries, over those that have it."""
@@ -183,11 +195,12 @@ def differing_settings(runs: Sequence[Run]) -> Table:
 def _ends(run: Run) -> Iterator[str]:
     ends = Counter(str(node.history.end["reason"]) if node.history.end else "" for node in run.nodes)
     for reason, count in ends.most_common():
-        who = "It" if len(run.nodes) == 1 else "All" if count == len(run.nodes) else counted(count, "node")
+        is_all = count == len(run.nodes)
+        who = "It" if len(run.nodes) == 1 else "All" if is_all else counted(count, "node")
         if reason:
             yield f"{who} ended {_ENDS.get(reason, f'with {reason[:40]!r}')}."
         else:
-            yield f"{who} did not end in order so far."
+            yield "None of them ended in order so far." if who == "All" else f"{who} did not end in order so far."
 
 
 def _learned(run: Run) -> Iterator[str]:
@@ -295,14 +308,6 @@ def _source(run: Run, name: str) -> tuple[float | None, float | None]:
     pairs = [node.summary.held_out_by_source.get(name, (None, None)) for node in run.nodes]
     known = [(start, end) for start, end in pairs if start is not None and end is not None]
     return (fmean(start for start, _ in known), fmean(end for _, end in known)) if known else (None, None)
-
-
-def _means(points: Iterator[tuple[int, float]]) -> list[tuple[int, float]]:
-    """(round, mean of the values at it), in order of rounds."""
-    found: dict[int, list[float]] = {}
-    for number, value in points:
-        found.setdefault(number, []).append(value)
-    return [(number, fmean(values)) for number, values in sorted(found.items())]
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

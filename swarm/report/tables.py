@@ -95,6 +95,10 @@ class Table:
         lines = [self.headers, ["---"] * len(self.headers), *self.rows]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
+    def folded_html(self) -> str:
+        """As `html`, closed until a reader opens it by its title."""
+        return f"<details><summary>{html.escape(self.title)}</summary>{self.html(with_title=False)}</details>"
+
     def html(self, *, with_title: bool = True) -> str:
         head = "".join(f"<th>{html.escape(header)}</th>" for header in self.headers)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)

@@ -128,6 +128,21 @@ def test_two_runs_stand_beside_each_other(tmp_path: Path) -> None:
     assert page.count("<path class='line") == 2 * page.count("<svg")
 
 
+def test_nodes_that_were_evaluated_after_other_rounds_count_with_their_last_evaluation(tmp_path: Path) -> None:
+    for name, evaluations in (("a", {0: 0.2, 10: 0.4, 20: 0.6}), ("b", {0: 0.0, 5: 0.8})):
+        folder = node_folder(tmp_path / "bed" / name, 20)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [row for row in rows if row["kind"] == "round"]
+        for place, (number, value) in enumerate(evaluations.items()):
+            rows.insert(number + place, evaluation_row(number, "interval" if number else "start", value))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report([tmp_path / "bed"], tmp_path / "report.html")
+    told = text_of(tmp_path / "report.html")
+    assert "went from 0.10 to 0.70; at least half of that was there at the evaluation after round 5." in told
+    assert "None of them ended in order so far." in told
+    assert "The best node is b with 0.80, the last a with 0.60." in told
+
+
 def test_more_runs_than_a_page_can_hold_are_refused(tmp_path: Path) -> None:
     folders = [node_folder(tmp_path / str(number), 2) for number in range(9)]
     with pytest.raises(ConfigError, match="at most 8 runs, got 9"):
