@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -63,6 +64,17 @@ def write_report(folders: Sequence[Path], path: Path) -> int:
         Run(name, _read_all(folder, inner, max_bytes))
         for name, folder, inner in zip(_names(folders), folders, parts, strict=True)
     ]
+    if len(runs) > 1:  # in which nodes may have the same names
+        runs = [
+            Run(
+                run.name,
+                [
+                    replace(node, name=run.name if len(run.nodes) == 1 else f"{run.name}/{node.name}")
+                    for node in run.nodes
+                ],
+            )
+            for run in runs
+        ]
     try:
         replace_file(path, report_html(runs), SHARED)
     except OSError as error:
