@@ -106,7 +106,7 @@ def an_hour(node: ServedPage, num_rounds: int) -> tuple[Tab, Tab]:
     with Chromium() as browser:
         browser.open(node.url)
         browser.wait_for(_READY)
-        browser.run("document.getElementById('rollouts').scrollIntoView()")
+        browser.run("location.hash = '#rollouts'")
         browser.wait_for("document.querySelectorAll('#groups details').length > 0")
         number = _NUM_ROUNDS
         moments: list[Tab] = []

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -103,11 +104,7 @@ def _run() -> int:
     except typer.Exit as error:
         return error.exit_code
     except typer.exceptions.TyperException as error:  # wrong usage
-        return (
-            _say(f"{message.rstrip('.')}; see --help", error.exit_code)
-            if (message := error.format_message())
-            else error.exit_code
-        )
+        return _say(told, error.exit_code) if (told := _told_usage(error)) else error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
@@ -122,6 +119,17 @@ def _run() -> int:
         )
     except Exception as error:
         return _say_unexpected(error)
+
+
+def _told_usage(error: typer.exceptions.TyperException) -> str:
+    """What is wrong with a command line, and where the right one stands; empty where the help was shown instead."""
+    message = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "swarm"
+    if found := re.fullmatch(r"No such command '(.*?)'(?:\. Did you mean (.*)\?)?", message, re.S):
+        hint = f"did you mean {found[2].replace(', ', ' or ')}?" if found[2] else f"`{command} --help` lists all"
+        return f"there is no command `{command} {found[1]}`; {hint}"
+    return f"{message[:1].lower()}{message[1:]}; see `{command} --help`" if message else ""
 
 
 def _say_unexpected(error: Exception) -> int:

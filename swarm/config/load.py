@@ -203,7 +203,7 @@ def dump_toml(config: Config, origin: Origin | None = None) -> str:
     return text if origin is None else "".join(f"{line}\n" for line in _with_origins(text.splitlines(), origin))
 
 
-def kept_toml(config: Config) -> str:
+def kept_toml(config: Config, origin: Origin | None = None) -> str:
     """As `dump_toml`, for a file that is read again from any current folder: with whole paths."""
     changes: dict[str, dict[str, Any]] = {
         "node": {name: path.absolute() for name in ("dir", "identity") if (path := getattr(config.node, name))},
@@ -214,7 +214,7 @@ def kept_toml(config: Config) -> str:
     if config.policy.base not in BUNDLED_BASES and config.policy.revision is None and base.is_dir():
         changes["policy"] = {"base": str(base.absolute())}
     sections = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
-    return dump_toml(config.model_copy(update=sections))
+    return dump_toml(config.model_copy(update=sections), origin)
 
 
 def _with_origins(lines: Iterable[str], origin: Origin) -> Iterator[str]:
@@ -231,6 +231,34 @@ def _with_origins(lines: Iterable[str], origin: Origin) -> Iterator[str]:
             key = None if in_list else re.match(r"([A-Za-z0-9_-]+) = ", line)
             location = [*table, key[1]] if key else None
         yield line if location is None else f"{line:<{_COMMENT_COLUMN}}  # {_one_line(origin(location) or 'default')}"
+
+
+def kept_origin(origin: Origin, path: Path) -> Origin:
+    """As `origin`, for a node that is started again from its own file at `path`: what the comments of that file say.
+
+    Nothing but what people are shown may follow from it: whoever edits the file leaves the comments as they are.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return origin
+    told: dict[tuple[str, ...], str] = {}
+    table: tuple[str, ...] = ()
+    for line in lines:
+        setting, mark, source = line.rpartition("  # ")
+        if header := re.match(r"\[\[?([^\[\]]+)\]", line):
+            table = tuple(header[1].split("."))
+        key = re.match(r"([A-Za-z0-9_-]+) = ", setting)
+        if mark and (header or key):
+            location = (*table, key[1]) if key else table
+            told[location] = "" if source == "default" else source
+
+    def find(location: Sequence[str | int]) -> str | None:
+        source = origin(location)
+        is_own = source is not None and Path(source).name == path.name and Path(source).resolve() == path.resolve()
+        return told.get(tuple(map(str, location)), source) if is_own else source
+
+    return find
 
 
 def _one_line(source: str) -> str:

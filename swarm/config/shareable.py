@@ -1,13 +1,15 @@
 """Selects what others may see of a configuration, for reports, crash reports, model cards and external tools."""
 
 import contextlib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
 from swarm.config.config import Config
+from swarm.config.load import Origin
 from swarm.config.section import with_present_names
 from swarm.errors import ConfigError
 from swarm.extensions.registry import Registry
@@ -34,6 +36,51 @@ def shareable(settings: Mapping[str, Any]) -> dict[str, Any]:
     with contextlib.suppress(ConfigError):  # one under both names: its present name alone is a setting below
         settings = with_present_names(settings)
     return _section(settings, Config, "")
+
+
+def told_settings(config: Config, origin: Origin | None = None) -> list[dict[str, Any]]:
+    """Every setting: {key, value, default, origin}, values as text and as `shareable` lets others see them.
+
+    Of the file that sets one its name is told, not its folder; "" where nobody sets it, or where it is not known.
+    """
+    given, usual = config.model_dump(mode="json"), Config().model_dump(mode="json")
+    values, defaults = dict(_leaves(given)), dict(_leaves(usual))
+    seen, usually_seen = dict(_leaves(shareable(given))), dict(_leaves(shareable(usual)))
+    told: list[dict[str, Any]] = []
+    for key, value in values.items():
+        source = (origin(key.partition("[")[0].split(".")) if origin else None) or ""
+        is_named = source.startswith(("--", "SWARM_"))
+        told.append(
+            {
+                "key": key,
+                "value": _as_text(value and seen.get(key, HIDDEN)),
+                "default": _as_text(defaults.get(key) and usually_seen.get(key, HIDDEN)),
+                "is_default": value == defaults.get(key),
+                "origin": source if is_named else PurePath(source).name,
+            }
+        )
+    return told
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value); each section of a list is a value, and any other list is one."""
+    for name, value in settings.items():
+        if is_mapping(value) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif is_sequence(value) and value and all(map(is_mapping, value)):
+            yield from ((f"{prefix}{name}[{number}]", part) for number, part in enumerate(value))
+        else:
+            yield prefix + name, value
+
+
+def _as_text(value: Any) -> str:
+    if is_mapping(value):  # a section of a list, without what is not worth telling
+        told = {name: part for name, part in value.items() if part not in (HIDDEN, "", None, {}, [])}
+        return ", ".join(
+            f"{name} {part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)}"
+            for name, part in told.items()
+        )
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def base_name(base: str) -> str:

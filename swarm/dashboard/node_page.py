@@ -1,15 +1,16 @@
 """The page of one node: its data, its events and its controls over HTTP.
 
 NodeReport ─ rows, status ─┐                 ┌─ GET api/state, api/summary      all there is, once
-Reader, Learner ─ groups ──┼─▶ [NodePage] ───┼─ GET api/events                  what changes
-NodeControls ◀─────────────┘                 └─ POST api/control/ACTION         with the token only
+Reader, Learner ─ groups ──┼─▶ [NodePage] ───┼─ GET api/rollouts, api/config    what a reader asks for
+NodeControls ◀─────────────┘                 ├─ GET api/events                  what changes
+                                             └─ POST api/control/ACTION         with the token only
 """
 
 import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from swarm import __version__
-from swarm.config import Config
+from swarm.config import Config, Origin
+from swarm.config.shareable import told_settings
 from swarm.dashboard.feed import EventPlaces, EventResponse, Feed
-from swarm.dashboard.recent_rollouts import RecentRollouts
-from swarm.dashboard.series import MergeLog, Series
+from swarm.dashboard.recent_rollouts import KINDS, MAX_FIND_CHARS, RecentRollouts
+from swarm.dashboard.series import Evaluations, MergeLog, Series
 from swarm.dashboard.shown import WORDS, shown
 from swarm.dashboard.static_files import StaticFiles, is_token, make_token
 from swarm.node.controls import ACTIONS, NodeControls
@@ -32,6 +34,11 @@ logger = logging.getLogger(__name__)
 TOKEN_HEADER = "x-swarm-token"  # noqa: S105  the name of a header
 _SUMMARY_POINTS = 100
 _PEERS_INTERVAL_S = 5.0
+_MAX_PAIRS = 64
+"""Peers with whom something was exchanged, as an overview is told."""
+_MAX_READINGS = 4
+"""Of rollouts that wait or are kept for who asks the same; they run one after the other."""
+_BUSY = "others are searching; ask again in a moment"
 
 
 class NodePage:
@@ -43,10 +50,13 @@ class NodePage:
         folder: Path,
         controls: NodeControls,
         stages: Callable[[], list[dict[str, Any]]] = list,
+        origin: Origin | None = None,
     ) -> None:
-        """`folder`: the node's, with its history, in which the token is put. In a silo rollouts are shown for that only.
+        """`folder`: the node's, with its history, in which the token is put. In a silo rollouts and settings are shown for that
+        only.
 
-        `stages`: where the policy is in stages, {stage, first_layer, end_layer, holder} of each.
+        `stages`: where the policy is in stages, {stage, first_layer, end_layer, holder} of each. `origin`: where each setting
+        comes from.
         """
         self.rollouts = RecentRollouts()
         self._stages = stages
@@ -59,14 +69,17 @@ class NodePage:
         self._places = EventPlaces()
         self._files = StaticFiles()
         self._token = ""
+        self._settings = told_settings(config, origin)
         self._series = Series()
+        self._evaluations = Evaluations()
         self._merges = MergeLog()
         self._status: dict[str, Any] = {}
         self._peers: list[Any] = []
         self._peers_told_at = 0.0
         self._rollouts_told = 0
-        self._reading: asyncio.Task[bytes] | None = None
-        self._read_number = 0
+        self._readings: dict[tuple[Any, ...], asyncio.Task[bytes]] = {}
+        """By what was asked for, and the number of the newest group."""
+        self._reading_turn = asyncio.Lock()
         self._waiting: list[Mapping[str, Any]] | None = []
         """Rows that came before the history was read; None after that."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -93,12 +106,12 @@ class NodePage:
         return self._controls.phase(phase)
 
     def show_row(self, row: Mapping[str, Any]) -> None:
-        """A row of kind round. From any thread."""
+        """A row of kind round or evaluation. From any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._take_row, {"time_s": time.time(), **row})
 
     def show_status(self, status: Mapping[str, Any]) -> None:
-        """A NodeStatus as a dict, every few seconds."""
+        """A NodeStatus as a dict, and the verdict on it, every few seconds."""
         public = {name: value for name, value in status.items() if name not in ("peers", "pid", "failure")}
         self._status = shown({**public, "stages": self._stages()})
         self._peers = shown(status.get("peers") or [])
@@ -113,6 +126,7 @@ class NodePage:
             Route("/api/state", self._get_state),
             Route("/api/summary", self._get_summary),
             Route("/api/rollouts", self._get_rollouts),
+            Route("/api/config", self._get_config),
             Route("/api/events", self._get_events),
             Route("/api/control/{action}", self._control, methods=["POST"]),
             *self._files.routes(),
@@ -131,6 +145,7 @@ class NodePage:
             "status": self._status,
             "peers": self._peers,
             "series": self._series.points(),
+            "evaluations": self._evaluations.points(),
             "merges": shown(self._merges.newest_first()),
             "controls": self._controls.state(),
             "rollouts": self.rollouts.last_number,
@@ -139,38 +154,17 @@ class NodePage:
 
     def summary(self) -> dict[str, Any]:
         """What an overview of many nodes shows of this one."""
-        row = self._status.get("last_round", {})
-        return {
-            "version": __version__,
-            "name": self._status.get("peer_name", ""),
-            "peer_id": self._status.get("peer_id", ""),
-            "phase": self._status.get("phase", "starting"),
-            "round": self._status.get("round", 0),
-            "started_at": self._status.get("started_at"),
-            "reward": row.get("rollout/reward_mean"),
-            "tokens_per_s": row.get("rollout/tokens_per_s"),
-            "peers": row.get("network/peers"),
-            "swarm_groups": row.get("train/swarm_groups_total"),
-            "merges": row.get("merge/merges_total"),
-            "curve": self._series.rewards(_SUMMARY_POINTS),
-        }
+        return summary_of({**self._status, "peers": self._peers}, self._series, self._evaluations)
 
     async def _load(self) -> None:
         """Earlier rounds, then those that came meanwhile."""
-        series, merges = Series(), MergeLog()
-
-        def read() -> None:
-            for row in last_rows(self._folder / "metrics.jsonl"):
-                if row.get("kind") == "round":
-                    series.add(row)
-                    merges.add(row, row.get("time_s", 0.0))
-
         try:
-            await asyncio.to_thread(read)
+            history = await asyncio.to_thread(read_history, self._folder)
         except OSError as error:
             logger.warning("the page begins without earlier rounds: %s", error)
+            history = Series(), Evaluations(), MergeLog()
         waiting, self._waiting = self._waiting or [], None
-        self._series, self._merges = series, merges
+        self._series, self._evaluations, self._merges = history
         for row in waiting:
             self._take_row(row)
         self._feed.publish("reset", {})
@@ -179,6 +173,11 @@ class NodePage:
         if self._waiting is not None:
             self._waiting.append(row)
             return
+        if row["kind"] == "evaluation":
+            self._evaluations.add(row)
+            self._feed.publish("evaluations", {"evaluations": self._evaluations.points()})
+            return
+        _undo(self._evaluations, row)
         self._series.add(row)
         merge = self._merges.add(row, row["time_s"])
         event: dict[str, Any] = {"point": self._series.last_point()}
@@ -209,24 +208,47 @@ class NodePage:
     async def _get_summary(self, request: Request) -> Response:
         return JSONResponse(self.summary())
 
+    def _may_read(self, request: Request) -> bool:
+        """Whether who asks may see what is private in a silo."""
+        return not self._is_private or self._has_token(request)
+
+    async def _get_config(self, request: Request) -> Response:
+        if not self._may_read(request):
+            return JSONResponse({"error": "in a silo settings are shown for the token only"}, status_code=401)
+        return JSONResponse({"settings": shown(self._settings)})
+
     async def _get_rollouts(self, request: Request) -> Response:
-        if self._is_private and not self._has_token(request):
+        if not self._may_read(request):
             return JSONResponse({"error": "in a silo rollouts are shown for the token only"}, status_code=401)
-        return Response(await self._read_rollouts(), media_type="application/json")
+        kind, find, page = rollout_query(request)
+        reading = self._read_rollouts(kind, find, page)
+        if reading is None:
+            return JSONResponse({"error": _BUSY}, status_code=503)
+        return Response(await asyncio.shield(reading), media_type="application/json")
 
-    async def _read_rollouts(self) -> bytes:
-        """One reading for all who ask meanwhile, and until there are others: the threads are those that others' bodies
-        are checked on, and whoever closes a connection leaves its reading behind."""
-        number = self.rollouts.last_number
-        if self._reading is None or (
-            self._reading.done() and (number != self._read_number or self._reading.exception())
-        ):
-            self._read_number = number
-            self._reading = asyncio.create_task(asyncio.to_thread(self._rollouts_json))
-        return await asyncio.shield(self._reading)
+    def _read_rollouts(self, kind: str, find: str, page: int) -> "asyncio.Task[bytes] | None":
+        """One reading for all who ask the same, and until there are other groups. None where too many others wait.
 
-    def _rollouts_json(self) -> bytes:
-        return json.dumps({"groups": shown(self.rollouts.newest())}, allow_nan=False).encode()
+        The threads are those that others' bodies are checked on, and whoever closes a connection leaves its reading behind.
+        """
+        key = (kind, find, page, self.rollouts.last_number)
+        task = self._readings.pop(key, None)
+        if task is None or (task.done() and task.exception()):
+            for other in [other for other, one in self._readings.items() if one.done()]:
+                if len(self._readings) >= _MAX_READINGS:
+                    del self._readings[other]
+            if len(self._readings) >= _MAX_READINGS:
+                return None
+            task = asyncio.create_task(self._read_in_turn(kind, find, page))
+        self._readings[key] = task
+        return task
+
+    async def _read_in_turn(self, kind: str, find: str, page: int) -> bytes:
+        async with self._reading_turn:
+            return await asyncio.to_thread(self._rollouts_json, kind, find, page)
+
+    def _rollouts_json(self, kind: str, find: str, page: int) -> bytes:
+        return json.dumps(shown(self.rollouts.page(kind, find, page)), allow_nan=False).encode()
 
     async def _get_events(self, request: Request) -> Response:
         last_id = request.headers.get("last-event-id") or request.query_params.get("after")
@@ -243,3 +265,66 @@ class NodePage:
         controls = self._controls.state()
         self._feed.publish("controls", {"controls": controls})
         return JSONResponse({"controls": controls})
+
+
+def summary_of(status: Mapping[str, Any], series: Series, evaluations: Evaluations) -> dict[str, Any]:
+    """What an overview shows of a node. `status`: as in its status file."""
+    row = status.get("last_round", {})
+    return {
+        "version": __version__,
+        "name": status.get("peer_name", ""),
+        "peer_id": status.get("peer_id", ""),
+        "phase": status.get("phase", "starting"),
+        "verdict": status.get("verdict", ""),
+        "round": status.get("round", 0),
+        "started_at": status.get("started_at"),
+        "reward": row.get("rollout/reward_mean"),
+        "tokens_per_s": row.get("rollout/tokens_per_s"),
+        "peers": row.get("network/peers"),
+        "own_groups": row.get("train/own_groups_total"),
+        "swarm_groups": row.get("train/swarm_groups_total"),
+        "merges": row.get("merge/merges_total"),
+        "curve": series.rewards(_SUMMARY_POINTS),
+        "held_out": evaluations.means(_SUMMARY_POINTS),
+        "exchange": _pairs(status.get("peers") or []),
+    }
+
+
+def read_history(folder: Path) -> tuple[Series, Evaluations, MergeLog]:
+    """What metrics.jsonl of a node's folder says. Takes a while. Raises OSError."""
+    series, evaluations, merges = Series(), Evaluations(), MergeLog()
+    for row in last_rows(folder / "metrics.jsonl"):
+        if row.get("kind") == "round":
+            _undo(evaluations, row)
+            series.add(row)
+            merges.add(row, row.get("time_s", 0.0))
+        elif row.get("kind") == "evaluation":
+            evaluations.add(row)
+    return series, evaluations, merges
+
+
+def _pairs(peers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the node took from each peer, and each peer from it, the most first."""
+    pairs = [
+        {
+            "peer_id": str(peer.get("peer_id", "")),
+            "groups_admitted": peer.get("groups_admitted") or 0,
+            "bodies_taken": peer.get("bodies_taken") or 0,
+        }
+        for peer in peers
+    ]
+    pairs = [pair for pair in pairs if pair["groups_admitted"] or pair["bodies_taken"]]
+    return sorted(pairs, key=lambda pair: -(pair["groups_admitted"] + pair["bodies_taken"]))[:_MAX_PAIRS]
+
+
+def rollout_query(request: Request) -> tuple[str, str, int]:
+    """(kind, text to find, page) of a request for rollouts; what cannot be is read as nothing."""
+    asked = request.query_params
+    kind, page = asked.get("kind", ""), asked.get("page", "")
+    is_page = page.isascii() and page.isdigit() and len(page) < 6
+    return kind if kind in KINDS else "", asked.get("find", "")[:MAX_FIND_CHARS], int(page) if is_page else 0
+
+
+def _undo(evaluations: Evaluations, row: Mapping[str, Any]) -> None:
+    if isinstance(number := row.get("round"), int):
+        evaluations.undo(number)

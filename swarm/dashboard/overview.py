@@ -4,9 +4,10 @@ GET /                       all nodes
 GET /node/KEY/              the page of one, from this package; only its data comes from the node
 GET /node/KEY/api/…         state, rollouts and events, passed on
 
-It asks the nodes repeatedly for their state. A name with several addresses stands for several nodes.
+It asks the nodes repeatedly for their state. A name with several addresses stands for several nodes. A folder stands for the
+nodes in it; of one that has ended its files are shown.
 
-every 15 s  names ─▶ addresses      a node that no name leads to and that does not answer is removed
+every 15 s  names, folders ─▶ addresses   a node that nothing leads to and that does not answer is removed
 every 3 s   all addresses, 16 at once, 3 s each ─▶ their state, or why they do not answer
 """
 
@@ -14,10 +15,12 @@ import asyncio
 import ipaddress
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -28,12 +31,15 @@ from starlette.routing import BaseRoute, Route
 from swarm import __version__
 from swarm.config import ObservabilitySection
 from swarm.dashboard.feed import MAX_STREAMS, EventPlaces, EventResponse
+from swarm.dashboard.node_page import read_history, rollout_query, summary_of
 from swarm.dashboard.shown import shown
 from swarm.dashboard.static_files import StaticFiles
-from swarm.errors import ConfigError
-from swarm.machine.safe_files import parse_json
+from swarm.errors import ConfigError, NodeNotRunningError
+from swarm.machine.node_folder import MAX_CONFIG_BYTES
+from swarm.machine.safe_files import parse_json, read_file
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
+from swarm.observability.status_file import NodeStatus, inner_folders, judge, read_status, shown_from
 
 MAX_NODES = 256
 POLL_INTERVAL_S = 3.0
@@ -47,6 +53,7 @@ _MAX_VALUES = 100_000
 UNPACKED = {"accept-encoding": "identity"}
 """Header of every question to a node."""
 _MAX_CURVE_POINTS = 400
+_MAX_PAIRS = 64
 
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -69,6 +76,12 @@ class _Curve(_Checked):
         return self
 
 
+class _Pair(_Checked):
+    peer_id: str
+    groups_admitted: Count = 0
+    bodies_taken: Count = 0
+
+
 class _Summary(_Checked):
     version: str = ""
     name: str
@@ -79,9 +92,13 @@ class _Summary(_Checked):
     reward: Number | None = None
     tokens_per_s: Number | None = None
     peers: Count | None = None
+    verdict: str = ""
+    own_groups: Count | None = None
     swarm_groups: Count | None = None
     merges: Count | None = None
     curve: _Curve = _Curve()
+    held_out: _Curve = _Curve()
+    exchange: Annotated[list[_Pair], Field(max_length=_MAX_PAIRS)] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +114,9 @@ class WatchedNode:
     """One address, and what is known of the node there."""
 
     address: str
-    """Such as 10.0.0.2:8400."""
+    """Such as 10.0.0.2:8400; empty for a node of a folder that does not run."""
+    label: str = ""
+    """What its folder is called; empty for one that an address named."""
     summary: dict[str, Any] = field(default_factory=dict)
     """The last one that came."""
     seen_at: float = 0.0
@@ -108,7 +127,7 @@ class WatchedNode:
     @property
     def key(self) -> str:
         """In paths of the overview."""
-        return self.address.replace("[", "").replace("]", "").replace(":", "-")
+        return (self.address or self.label).replace("[", "").replace("]", "").replace(":", "-").replace("/", "-")
 
 
 def parse_target(text: str) -> Target:
@@ -126,7 +145,7 @@ class NodeWatch:
     """Runs on one loop; `work` until cancelled."""
 
     def __init__(
-        self, targets: Sequence[Target], client: httpx.AsyncClient, clock: Callable[[], float] = time.time
+        self, targets: Sequence[Target | Path], client: httpx.AsyncClient, clock: Callable[[], float] = time.time
     ) -> None:
         """`client`: without proxies, or what is asked of neighbours would leave the machine. `clock`: since the epoch."""
         self._targets = targets
@@ -147,18 +166,23 @@ class NodeWatch:
 
     async def resolve(self) -> None:
         """Look all names up; what a name server does not tell now is kept as long as it answers."""
-        found = [address for part in await asyncio.gather(*map(_addresses, self._targets)) for address in part]
+        names = [target for target in self._targets if isinstance(target, Target)]
+        found = [WatchedNode(address) for part in await asyncio.gather(*map(_addresses, names)) for address in part]
+        folders = [target for target in self._targets if isinstance(target, Path)]
+        found += await asyncio.to_thread(_in_folders, folders, self.nodes)
+        wanted = {node.key for node in found}
         self.nodes = {
-            key: node for key, node in self.nodes.items() if node.address in found or (node.seen_at and not node.error)
+            key: node
+            for key, node in self.nodes.items()
+            if key in wanted or (node.address and node.seen_at and not node.error)
         }
-        for address in found:
-            node = WatchedNode(address)
+        for node in found:
             if node.key not in self.nodes and len(self.nodes) < MAX_NODES:
                 self.nodes[node.key] = node
 
     async def poll(self) -> None:
         """Ask every node once."""
-        await asyncio.gather(*map(self._ask, list(self.nodes.values())))
+        await asyncio.gather(*(self._ask(node) for node in list(self.nodes.values()) if node.address))
 
     def listed(self) -> list[dict[str, Any]]:
         """For the overview page."""
@@ -166,6 +190,7 @@ class NodeWatch:
             {
                 "key": node.key,
                 "address": node.address,
+                "label": node.label,
                 "is_alive": not node.error,
                 "error": node.error,
                 "seen_at": node.seen_at,
@@ -196,11 +221,11 @@ class NodeWatch:
                 node.error = str(shown(str(error) or type(error).__name__))[:200]
                 return
         try:
-            checked = _Summary.model_validate(summary if status == 200 else None)
+            node.summary = _Summary.model_validate(summary if status == 200 else None).model_dump()
         except ValidationError:
             node.error = f"it answers, but not as a node does (status {status})"
             return
-        node.summary, node.seen_at, node.error = checked.model_dump(), self._clock(), ""
+        node.seen_at, node.error = self._clock(), ""
 
 
 def unpacked(answer: httpx.Response) -> AsyncIterator[bytes]:
@@ -208,6 +233,73 @@ def unpacked(answer: httpx.Response) -> AsyncIterator[bytes]:
     if (encoding := answer.headers.get("content-encoding", "identity").lower()) != "identity":
         raise ValueError(f"its answer must not be packed, got content-encoding {encoding[:40]}")
     return answer.aiter_raw()
+
+
+def _in_folders(folders: Sequence[Path], known: Mapping[str, WatchedNode]) -> list[WatchedNode]:
+    """The nodes of folders, each a node's or a testbed's. Those that have ended are read once, as `known` keeps them."""
+    found: list[WatchedNode] = []
+    for folder in folders:
+        is_node = (folder / "status.json").exists()
+        for part in ([folder] if is_node else inner_folders(folder))[:MAX_NODES]:
+            name = part.resolve().name
+            label = name if is_node or len(folders) == 1 else f"{folder.resolve().name}/{name}"
+            try:
+                status = read_status(part / "status.json")
+                if not status.is_alive:
+                    ended = WatchedNode("", label, seen_at=status.written_at)
+                    found.append(known.get(ended.key) or _ended(part, ended, status))
+                elif status.http_port:
+                    host, port = page_place(part, status.http_port)
+                    found.append(WatchedNode(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", label))
+                else:
+                    found.append(WatchedNode("", label, error="it serves no page (observability.http)"))
+            except (NodeNotRunningError, ConfigError) as error:
+                found.append(WatchedNode("", label, error=str(shown(str(error)))[:200]))
+    return found
+
+
+def _ended(folder: Path, node: WatchedNode, status: NodeStatus) -> WatchedNode:
+    """`node` with what the files of a node that has ended say. Raises NodeNotRunningError where no node wrote them."""
+    verdict = judge(status, time.time())
+    node.error = verdict.why
+    with shown_from(folder / "status.json"):
+        try:
+            series, evaluations, _ = read_history(folder)
+            told = {**shown(asdict(status)), "verdict": verdict.word.value}
+            node.summary = _Summary.model_validate(summary_of(told, series, evaluations)).model_dump()
+        except (OSError, ValidationError):
+            node.summary = {}
+    return node
+
+
+def page_place(folder: Path, port: int) -> tuple[str, int]:
+    """Host and port of the page of a folder's node, which must be on this machine: the folder may be somebody else's, and what
+    it names is asked, or opened in a browser. Raises ConfigError."""
+    try:
+        settings = tomllib.loads(read_file(folder / "config.toml", MAX_CONFIG_BYTES).decode())
+    except (OSError, ValueError, RecursionError):
+        settings = {}
+    section = settings.get("observability")
+    host = section.get("http_host", "127.0.0.1") if isinstance(section, dict) else "127.0.0.1"
+    if not _is_of_this_machine(host):
+        raise ConfigError(
+            f"observability.http_host must be an address of this machine, got {str(host)[:100]!r} in {folder}; "
+            "if the node is yours, name its page to the browser by hand"
+        )
+    return host, port
+
+
+def _is_of_this_machine(host: object) -> bool:
+    """Whether it is an address that a server can be bound to here. No name is looked up."""
+    if host == "localhost":
+        return True
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(str(host)).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind((host, 0))
+    except (OSError, ValueError, TypeError):
+        return False
+    return True
 
 
 async def _addresses(target: Target) -> list[str]:
@@ -229,13 +321,13 @@ def _order(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[int, int]
 _MAX_STATE_BYTES = 8 << 20
 _SILENCE_S = 45.0
 """Three heartbeats of a node's events."""
-_PASSED_ON = ("state", "rollouts")
+_PASSED_ON = ("state", "rollouts", "config")
 
 
 class Overview:
     """Serves until it is stopped."""
 
-    def __init__(self, targets: Sequence[Target], config: ObservabilitySection) -> None:
+    def __init__(self, targets: Sequence[Target | Path], config: ObservabilitySection) -> None:
         """`config`: where to serve."""
         limits = httpx.Limits(max_connections=MAX_STREAMS + 32, max_keepalive_connections=32)
         self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False, limits=limits, timeout=_SILENCE_S)
@@ -297,17 +389,19 @@ class Overview:
 
     async def _pass_on(self, request: Request) -> Response:
         node, what = self._node(request), request.path_params["what"]
-        if node is None or what not in _PASSED_ON:
+        if node is None or not node.address or what not in _PASSED_ON:
             return _no_such_node()
         try:
-            status, content = await self.watch.fetch(node, f"api/{what}", _MAX_STATE_BYTES)
+            kind, find, page = rollout_query(request)
+            query = "?" + urlencode({"kind": kind, "find": find, "page": page}) if what == "rollouts" else ""
+            status, content = await self.watch.fetch(node, f"api/{what}{query}", _MAX_STATE_BYTES)
         except (OSError, TimeoutError, httpx.HTTPError, ValueError, RecursionError):
             return JSONResponse({"error": "the node does not answer"}, status_code=502)
         return JSONResponse(content, status_code=status if status in (200, 401, 503) else 502)
 
     async def _get_events(self, request: Request) -> Response:
         node = self._node(request)
-        if node is None:
+        if node is None or not node.address:
             return _no_such_node()
         after = request.headers.get("last-event-id") or request.query_params.get("after", "")
         return EventResponse(self._events(node, after[:64]), self._places)

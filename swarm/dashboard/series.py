@@ -1,4 +1,4 @@
-"""What the page shows of a run, in bounded memory: curves over its rounds, and its last merges.
+"""What the page shows of a run, in bounded memory: curves over its rounds, its evaluations, and its last merges.
 
 A curve has buckets of rounds of one width, which doubles whenever there are too many buckets.
 """
@@ -6,7 +6,8 @@ A curve has buckets of rounds of one width, which doubles whenever there are too
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, TypeGuard
 
 MAX_MERGES = 50
 _DETAILS = {
@@ -47,14 +48,65 @@ MAX_BUCKETS = 400
 """About as many as a chart has pixels for."""
 METRICS = {
     "reward": "rollout/reward_mean",
+    "own": "train/own_groups",
+    "swarm": "train/swarm_groups",
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "kl": "train/kl",
     "entropy": "train/entropy",
-    "tokens_per_s": "rollout/tokens_per_s",
+    "clipped": "train/clip_fraction",
     "staleness": "train/staleness_mean",
+    "tokens_per_s": "rollout/tokens_per_s",
 }
 """{name on the page: entry of a row of metrics.jsonl}"""
+_BY_SOURCE = "rollout/reward_by_source"
+_OF_SIGNAL = "reward/"
+MAX_MEMBERS = 12
+"""Task sources, and reward signals, that have a curve of their own."""
+MAX_EVALUATIONS = 400
+_MAX_NAME = 80
 _DIGITS = 5
 
 Points = dict[str, list[float | None]]
+
+
+class Evaluations:
+    """The mean reward on held-out tasks, of all and by task source. When it is full, every second one is left out."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, float, dict[str, float]]] = []
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """A row of kind evaluation. It replaces one of the same round."""
+        number, mean, by_source = row.get("round"), row.get("accuracy_mean"), row.get("accuracy")
+        if not isinstance(number, int) or number < 0 or not _is_number(mean):
+            return
+        self.undo(number)
+        found = islice(by_source.items(), MAX_MEMBERS) if isinstance(by_source, Mapping) else ()
+        known = {str(name)[:_MAX_NAME]: _short(value) for name, value in found if _is_number(value)}
+        self._rows.append((number, _short(mean), known))
+        if len(self._rows) > MAX_EVALUATIONS:
+            self._rows = [*self._rows[:-1:2], self._rows[-1]]
+
+    def undo(self, number: int) -> None:
+        """Forget those of this round and later ones, which a restart from a checkpoint undoes."""
+        while self._rows and self._rows[-1][0] >= number:
+            self._rows.pop()
+
+    def means(self, max_points: int) -> dict[str, list[Any]]:
+        """{"start", "reward"}: of at most so many evaluations, the newest among them."""
+        step = -(-len(self._rows) // max_points) or 1
+        chosen = self._rows[::-1][::step][::-1]
+        return {"start": [number for number, _, _ in chosen], "reward": [mean for _, mean, _ in chosen]}
+
+    def points(self) -> dict[str, Any]:
+        """{"start": rounds, "mean", "sources": {name: values}}; None where a source was not evaluated."""
+        names = list(dict.fromkeys(name for _, _, by_source in self._rows for name in by_source))[:MAX_MEMBERS]
+        return {
+            "start": [number for number, _, _ in self._rows],
+            "mean": [mean for _, mean, _ in self._rows],
+            "sources": {name: [by_source.get(name) for _, _, by_source in self._rows] for name in names},
+        }
 
 
 @dataclass(slots=True)
@@ -85,7 +137,15 @@ class _Spread:
 class _Bucket:
     start: int
     """First round of it, a multiple of the width."""
-    spreads: dict[str, _Spread] = field(default_factory=lambda: {name: _Spread() for name in METRICS})
+    spreads: dict[str, _Spread] = field(default_factory=dict[str, _Spread])
+
+    def add(self, name: str, spread: _Spread) -> None:
+        self.spreads.setdefault(name, _Spread()).add(spread)
+
+    def values(self, name: str) -> tuple[float | None, float | None, float | None]:
+        """(mean, min, max)"""
+        spread = self.spreads.get(name)
+        return spread.values() if spread else (None, None, None)
 
 
 class Series:
@@ -94,6 +154,8 @@ class Series:
     def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
         self._max_buckets = max_buckets
         self._buckets: list[_Bucket] = []
+        self._members: dict[str, list[str]] = {"sources": [], "signals": []}
+        """Names that were seen, of task sources and of reward signals."""
         self.width = 1
         """Rounds of one bucket."""
 
@@ -112,21 +174,25 @@ class Series:
             if self._buckets and self._buckets[-1].start == start:
                 self._buckets.pop()
             self._buckets.append(_Bucket(start))
-        for name, entry in METRICS.items():
-            value = row.get(entry)
-            if isinstance(value, int | float) and abs(value) < 1e300:  # NaN fails
-                self._buckets[-1].spreads[name].add(_Spread(1, value, value, value))
+        for name, value in (*((name, row.get(entry)) for name, entry in METRICS.items()), *self._of_members(row)):
+            if _is_number(value):
+                self._buckets[-1].add(name, _Spread(1, value, value, value))
         while len(self._buckets) > self._max_buckets:
             self._widen()
 
     def points(self, since: int = 0) -> dict[str, Any]:
-        """{"width", "start": first rounds, and of each metric "mean", "min", "max"}, of the buckets from place `since` on."""
+        """Of the buckets from place `since` on: {"width", "start": first rounds, of each metric "mean", "min" and "max", and
+        "sources" and "signals": {name: mean rewards}}."""
         buckets = self._buckets[since:]
         curves: dict[str, Points] = {}
         for name in METRICS:
-            values = [bucket.spreads[name].values() for bucket in buckets]
+            values = [bucket.values(name) for bucket in buckets]
             curves[name] = {kind: [v[place] for v in values] for place, kind in enumerate(("mean", "min", "max"))}
-        return {"width": self.width, "start": [bucket.start for bucket in buckets], **curves}
+        members = {
+            family: {name: [bucket.values(f"{family} {name}")[0] for bucket in buckets] for name in names}
+            for family, names in self._members.items()
+        }
+        return {"width": self.width, "start": [bucket.start for bucket in buckets], **curves, **members}
 
     def last_point(self) -> dict[str, Any]:
         """As `points`, of the newest bucket alone."""
@@ -137,7 +203,25 @@ class Series:
         step = -(-len(self._buckets) // max_points) or 1
         groups = [self._buckets[place : place + step] for place in range(0, len(self._buckets), step)]
         merged = [_merged(group) for group in groups]
-        return {"start": [b.start for b in merged], "reward": [b.spreads["reward"].values()[0] for b in merged]}
+        return {"start": [b.start for b in merged], "reward": [b.values("reward")[0] for b in merged]}
+
+    def _of_members(self, row: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """(name of the spread, mean reward) of each task source and reward signal of a row; names beyond the bound are left
+        out."""
+        by_source = row.get(_BY_SOURCE)
+        found = {
+            "sources": dict(by_source) if isinstance(by_source, Mapping) else {},
+            "signals": {key.removeprefix(_OF_SIGNAL): row[key] for key in row if key.startswith(_OF_SIGNAL)},
+        }
+        told: list[tuple[str, Any]] = []
+        for family, values in found.items():
+            known = self._members[family]
+            for name, value in ((str(name)[:_MAX_NAME], value) for name, value in values.items()):
+                if name not in known and len(known) < MAX_MEMBERS:
+                    known.append(name)
+                if name in known:
+                    told.append((f"{family} {name}", value))
+        return told
 
     def _widen(self) -> None:
         self.width *= 2
@@ -151,8 +235,12 @@ def _merged(buckets: list[_Bucket], start: int | None = None) -> _Bucket:
     merged = _Bucket(buckets[0].start if start is None else start)
     for bucket in buckets:
         for name, spread in bucket.spreads.items():
-            merged.spreads[name].add(spread)
+            merged.add(name, spread)
     return merged
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and abs(value) < 1e300  # NaN fails
 
 
 def _short(value: float) -> float:

@@ -217,5 +217,6 @@ def check_ports(listen: Iterable[str], *, is_running: bool = False) -> CheckResu
             who = f"ss -ltnp 'sport = :{address.port}'"
             return problem("port", f"{text}: {reason}", f"{who} shows who has it; or set another network.listen")
     return ok(
-        "port", ", ".join(f"{text}: any free port" if text.endswith("/tcp/0") else f"{text} is free" for text in listen)
+        "port",
+        ", ".join(f"{text} takes any free port" if text.endswith("/tcp/0") else f"{text} is free" for text in listen),
     )

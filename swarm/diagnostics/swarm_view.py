@@ -56,15 +56,15 @@ async def check_unanswered(
     """
     addresses = (*initial, *stored)
     kinds = ((len(initial), "initial"), (len(stored), "stored"))
-    count = " and ".join(f"{number} {kind}" for number, kind in kinds if number)
+    count = ", ".join(f"{number} {kind}" for number, kind in kinds if number)
     if not hosts() and not any(address.is_loopback for address in addresses):
         fix = "connect this machine to a network; `ip -brief address` shows its interfaces"
-        return problem("peers", f"none of {count} peers can be reached: this machine has no network", fix)
+        return problem("peers", f"no peer can be reached ({count}): this machine has no network", fix)
     causes = await asyncio.gather(*(_cause(address) for address in addresses[:_NUM_ADDRESSES]))
     reasons = "; ".join(
         f"{address.host}:{address.port} {what}" for address, (what, _) in zip(addresses, causes, strict=False)
     )
-    return problem("peers", f"none of {count} peers answers: {reasons}", causes[0][1])
+    return problem("peers", f"no peer answers ({count}): {reasons}", causes[0][1])
 
 
 async def _cause(address: TcpAddress) -> tuple[str, str]:
@@ -207,7 +207,7 @@ async def _look(transport: Transport, config: NetworkSection, known: _Known, *, 
 
 async def _peers_finding(known: _Known, peers: Sequence[str], num_views: int) -> CheckResult:
     """Who is connected, and what is wrong with the initial peers where it is none of them."""
-    text = f"{len(peers)} connected, {num_views} of those asked answered"
+    text = f"{counted(len(peers), 'peer')} connected, {num_views} of {min(len(peers), _NUM_PEERS_ASKED)} that were asked answered"
     met = [peer_name(peer_id) for peer_id in peers if peer_id in known.stored]
     if met:
         more = ", …" if len(met) > _NUM_PEERS_ASKED else ""
@@ -226,7 +226,7 @@ async def _relay(transport: Transport, config: NetworkSection, peers: Sequence[s
         return ok("relay", "not measured: who would relay is on this machine, and others do not reach it that way")
     fix = "set network.relays to the address of a public node that has network.serve_relay = true"
     if not any(peer_id in peers for address in relays for peer_id in (address.peer_id, address.relay_id)):
-        who = f"none of the {len(relays)} peers asked to relay answers" if relays else "nobody is asked to relay"
+        who = f"no peer that is asked to relay answers ({len(relays)})" if relays else "nobody is asked to relay"
         return warning("relay", f"{who}: this node can ask others, but they cannot ask it", fix)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_RELAY_TIMEOUT_S):

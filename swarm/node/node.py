@@ -27,7 +27,7 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.admission.admission import Admission
 from swarm.admission.copies import CopyWatch
 from swarm.admission.reward_verifier import RewardVerifier
-from swarm.config import Config, kept_toml
+from swarm.config import Config, Origin, kept_toml
 from swarm.dashboard.node_page import NodePage
 from swarm.errors import TaskError
 from swarm.integrations.open_sinks import open_sinks
@@ -106,8 +106,11 @@ class Node:
         *,
         watchdog: Watchdog,
         make_transport: TransportFactory = configured_transport,
+        origin: Origin | None = None,
     ) -> None:
+        """`origin`: where each setting comes from, for people."""
         self.config = config
+        self._origin = origin
         self.folder = folder
         self.identity = identity
         # the network
@@ -119,7 +122,8 @@ class Node:
         # what a person asks for and sees
         pause = SharingPause()
         self.controls = NodeControls(pause)
-        self._page = NodePage(config, folder.path, self.controls, stages=self._driver.stages if self._driver else list)
+        stages = self._driver.stages if self._driver else list
+        self._page = NodePage(config, folder.path, self.controls, stages=stages, origin=origin)
         # experience of others
         context = SwarmContext(identity, config.swarm_id, self._clock)
         seen_at = transport.seen_at if transport else lambda peer_id: ()
@@ -251,11 +255,11 @@ class Node:
         mixture = TaskMixture(self.config.tasks)
         if mixture.broken and not self.config.swarm.id:  # of a manifest, others may draw tasks that do not work here
             raise TaskError("every task source of a configuration must work, got " + "; ".join(mixture.broken.values()))
-        self._page.rollouts.show_prompts(mixture.prompt_of)
+        self._page.rollouts.explain(mixture.prompt_of, mixture.final_answer_in)
         logger.info("loading policy %s", self.config.policy.base)
         config = fitted_to_base(self.config)
         if config is not self.config:
-            replace_file(self.folder.config, kept_toml(config))  # what `swarm eval --dir` reads
+            replace_file(self.folder.config, kept_toml(config, self._origin))  # what `swarm eval --dir` reads
             self.config = config
         backend = self._load_policy(config, loop)
         policy = backend.policy

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from swarm.config import Config, kept_toml
+from swarm.config import Config, Origin, kept_origin, kept_toml
 from swarm.machine.memory import keep_heaps_small
 from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import close_to_others, replace_file
@@ -16,10 +16,16 @@ from swarm.records.identity import IdentityLock, Unlock
 
 
 def run_node(
-    config: Config, *, fresh: bool = False, unlock: Unlock | None = None, end_when_stuck: bool = False
+    config: Config,
+    origin: Origin | None = None,
+    *,
+    fresh: bool = False,
+    unlock: Unlock | None = None,
+    end_when_stuck: bool = False,
 ) -> None:
     """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can fix.
 
+    `origin`: where each setting comes from, for people.
     `unlock`: opens an identity that is encrypted on disk. `end_when_stuck`: end the process when it makes no progress, as a
     supervisor starts it again.
     """
@@ -35,11 +41,12 @@ def run_node(
         if fresh and (aside := folder.set_aside()):
             print(f"earlier run moved to {aside}")
         set_up_logging(folder.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
-        replace_file(folder.config, kept_toml(config))
+        origin = kept_origin(origin, folder.config) if origin else None
+        replace_file(folder.config, kept_toml(config, origin))
         with crash_reports(folder) as crashes:
             end = crashes.end_stuck if end_when_stuck else None
             watchdog = Watchdog(time.monotonic, stacks=crashes.stacks, end=end)
-            asyncio.run(Node(config, folder, identity, watchdog=watchdog).run_until_signal())
+            asyncio.run(Node(config, folder, identity, watchdog=watchdog, origin=origin).run_until_signal())
 
 
 def _check_first_start(config: Config) -> None:

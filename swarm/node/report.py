@@ -31,7 +31,7 @@ from swarm.node.watchdog import Watchdog
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics, MetricsLog
 from swarm.observability.plain_text import counted
-from swarm.observability.status_file import NodeStatus
+from swarm.observability.status_file import NodeStatus, judge
 from swarm.records.identity import Identity
 from swarm.records.rejection import Rejection
 from swarm.sharing.index import EntryValidator
@@ -280,6 +280,9 @@ class NodeReport:
             self._say(row)
             if self._page is not None:
                 self._page.show_row(row)
+        elif row["kind"] == "evaluation":
+            if self._page is not None:
+                self._page.show_row(row)
         elif row["kind"] == "end":
             self._say(self._last_row, is_last=True)
         elif row["kind"] == "final_merge":
@@ -311,7 +314,8 @@ class NodeReport:
             failure=self._failure,
         )
         if self._page is not None:
-            self._page.show_status(asdict(status))
+            health = judge(status, time.time())
+            self._page.show_status({**asdict(status), "verdict": health.word.value, "why": health.why})
         status.write(self._folder.status)
 
     def _contribution(self, sharing: SharingParts | None) -> dict[str, Any]:

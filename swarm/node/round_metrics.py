@@ -9,6 +9,7 @@ from swarm.engine.pruning import Pruning
 from swarm.rollouts.rollout_round import mean_reward_signals
 from swarm.rollouts.worker import RolloutBatch
 from swarm.training.experience import TrainingGroup
+from swarm.types import RolloutGroup
 
 MetricsRow = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -42,6 +43,7 @@ def rollout_row(rollouts: RolloutBatch, duration_s: float, hinted: RolloutBatch)
     groups, num_tokens = rollouts.groups, rollouts.num_tokens + hinted.num_tokens
     return {
         "rollout/reward_mean": sum(g.mean_reward for g in groups) / len(groups) if groups else 0.0,
+        "rollout/reward_by_source": _mean_by_source(groups),
         "rollout/tokens": num_tokens,
         "rollout/tokens_per_s": num_tokens / max(duration_s, 1e-9),
         "rollout/groups": len(groups),
@@ -52,6 +54,14 @@ def rollout_row(rollouts: RolloutBatch, duration_s: float, hinted: RolloutBatch)
         "rollout/too_long_prompts": sum(rollouts.too_long.values()),
         **mean_reward_signals(groups),
     }
+
+
+def _mean_by_source(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """{task source: mean reward of its groups}"""
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        rewards.setdefault(group.task.source, []).append(group.mean_reward)
+    return {source: sum(found) / len(found) for source, found in sorted(rewards.items())}
 
 
 def hinted_row(hinted: RolloutBatch) -> MetricsRow:

@@ -88,8 +88,8 @@ class TrainingRun:
             self._evaluate("end")
         self._report.record({"kind": "end", "reason": done or "interrupted", "round": learner.round})
         logger.info(
-            "%s after round %d; what it has learned: swarm report %s",
-            f"ended as {_SETTINGS[done]} says," if done else "stopped", learner.round, self._folder.path,
+            "%s after round %d%s; `swarm report %s` tells what it has learned",
+            "ended" if done else "stopped", learner.round, f", as {_SETTINGS[done]} says" if done else "", self._folder.path,
         )  # fmt: skip
         self._report.phase = "ended"
         self._begin("nothing", None)

@@ -67,7 +67,7 @@ class NodeStatus:
     """Last row of kind final_merge; empty where there was none."""
     peers: list[dict[str, Any]] = field(default_factory=list)
     """Of each known peer, last seen first, at most 256: peer_id, name, lineage, weight, banned_until, groups_admitted,
-    records_rejected, last_seen_at, reward_mean, policy_version (`sharing.contribution.PeerStanding`)."""
+    bodies_taken, records_rejected, last_seen_at, reward_mean, policy_version (`sharing.contribution.PeerStanding`)."""
     contribution: dict[str, Any] = field(default_factory=dict)
     """last_taken_at, last_taken_by, bodies_taken, reward_rank, reward_rank_of (`sharing.contribution.Contribution`), and
     advice: lines on what is wrong and what to do about it."""
@@ -123,7 +123,8 @@ def _way_to_a_node(folder: Path) -> str:
     if not inner:
         return "; start it with `swarm run` or name its folder"
     names = ", ".join(path.name for path in inner[:_MAX_NAMES]) + (", …" if len(inner) > _MAX_NAMES else "")
-    return f" but in {names} inside it; name one of these, or see all with `swarm top {shlex.quote(str(folder))}`"
+    every = f"`swarm top {shlex.quote(str(folder))}`"
+    return f" but {len(inner)} nodes inside it: {names}; name one of these, or see all with {every}"
 
 
 @contextlib.contextmanager

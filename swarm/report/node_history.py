@@ -22,7 +22,8 @@ PHASES = ("start", "interval", "end")
 """Of evaluations, in the order in which one round may have several."""
 _KEPT = (
     "round", "time_s", "rollout/reward_mean", "rollout/tokens", "rollout/tokens_per_s", "time/rollout_s", "train/entropy",
-    "train/staleness_mean", "merge/merges_total", "merge/partner", "merge/partner_share", "merge/clipped_share",
+    "train/staleness_mean", "train/own_groups", "train/swarm_groups", "train/loss", "train/grad_norm", "train/kl",
+    "train/clip_fraction", "merge/merges_total", "merge/partner", "merge/partner_share", "merge/clipped_share",
     "merge/drift", "merge/lag_steps", "merge/last_step_s",
 )  # fmt: skip
 """Numbers and names that are kept of every round; of the last one all is kept."""
@@ -57,6 +58,8 @@ class NodeHistory:
         """Row of the last merge of all that ended together."""
         self.totals: Counter[str] = Counter()
         """Sums of counters over all processes of the node; each process counts from zero."""
+        self.num_undone = 0
+        """Rounds that were done again after a restart from a checkpoint."""
         self.rejected: Counter[str] = Counter()
         """{reason: records} over all processes."""
         self._last_counts: dict[str, float] = {}
@@ -148,8 +151,10 @@ class NodeHistory:
         elif kind == "round":
             self.end = None
             self._count(row)
+            num_rounds = len(self.rounds)
             for rows in (self.rounds, *self._evaluations.values()):  # it restarted from the checkpoint before it
                 drop_from(rows, number)
+            self.num_undone += num_rounds - len(self.rounds)
             self.rounds.append({key: row[key] for key in _KEPT if isinstance(row.get(key), int | float | str)})
             self.last_round = row
 

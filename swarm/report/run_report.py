@@ -1,6 +1,7 @@
-"""`swarm report`: writes the history of one node, or of all nodes of a testbed, to one HTML file without scripts.
+"""`swarm report`: writes the history of a node or of a testbed, or several of these beside each other, to one HTML file without
+scripts.
 
-folder ─▶ metrics.jsonl, status.json, config.toml of each node ─▶ [NodeRun] ─▶ curves, tables ─▶ one file
+folders ─▶ metrics.jsonl, status.json, config.toml of each node ─▶ [Run] ─▶ story, curves, tables ─▶ one file
 """
 
 import html
@@ -8,8 +9,9 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import tomli_w
@@ -24,7 +26,8 @@ from swarm.machine.safe_files import SHARED, read_file, read_json, replace_file
 from swarm.records.identity import peer_name
 from swarm.report.live_table import NodeView
 from swarm.report.node_history import MAX_BYTES, NodeHistory
-from swarm.report.summary import NodeSummary, summarize
+from swarm.report.story import NodeRun, Run, beside, differing_settings, figures, sources, story
+from swarm.report.summary import summarize
 from swarm.report.svg_curves import STYLE, Curve, smooth, svg_curves
 from swarm.report.tables import Table
 
@@ -33,47 +36,72 @@ _MAX_METRICS_BYTES = 512 << 20
 """Limit for all nodes together. A byte of crafted metrics takes three bytes of memory."""
 _MAX_PEERS = 300
 _MAX_FILE_BYTES = 4 << 20
+_MAX_RUNS = 8
 _CURVES = {
     "reward": ("Reward of sampled answers", "mean"),
+    "own": ("Own groups trained on", "a round"),
+    "swarm": ("Groups of peers trained on", "a round"),
+    "loss": ("Loss", "mean"),
+    "grad_norm": ("Gradient norm", "before clipping"),
+    "kl": ("KL to the base", "nats"),
     "entropy": ("Entropy", "nats"),
-    "tokens_per_s": ("Throughput", "tokens/s"),
+    "clipped": ("Clipped tokens", "share"),
     "staleness": ("Staleness", "policy versions"),
+    "tokens_per_s": ("Throughput", "tokens/s"),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRun:
-    """What one node's folder holds."""
+def write_report(folders: Sequence[Path], path: Path) -> int:
+    """Write a report about one run, or about several beside each other; how many nodes it is about.
 
-    name: str
-    history: NodeHistory
-    summary: NodeSummary
-    status: dict[str, Any]
-    """As it was last written; empty where it cannot be read."""
-    config: str
-    """TOML of what others may see; empty where there is none."""
-
-
-def write_report(folder: Path, path: Path) -> int:
-    """Write it; how many nodes it is about. Raises NodeNotRunningError where the folder holds no run, ConfigError where the
-    file cannot be written."""
+    Raises NodeNotRunningError where a folder holds no run, ConfigError where the file cannot be written.
+    """
+    if len(folders) > _MAX_RUNS:
+        raise ConfigError(f"a report is about at most {_MAX_RUNS} runs, got {len(folders)}; name fewer folders")
+    parts = [node_folders(folder) for folder in folders]
+    max_bytes = min(MAX_BYTES, _MAX_METRICS_BYTES // sum(map(len, parts)))
+    runs = [
+        Run(name, _read_all(folder, inner, max_bytes))
+        for name, folder, inner in zip(_names(folders), folders, parts, strict=True)
+    ]
+    if len(runs) > 1:  # in which nodes may have the same names
+        runs = [
+            Run(
+                run.name,
+                [
+                    replace(node, name=run.name if len(run.nodes) == 1 else f"{run.name}/{node.name}")
+                    for node in run.nodes
+                ],
+            )
+            for run in runs
+        ]
     try:
-        folders = node_folders(folder)
-        max_bytes = min(MAX_BYTES, _MAX_METRICS_BYTES // len(folders))
-        runs = [_read(NodeFolder(part), max_bytes) for part in folders]
-        text = report_html(runs, folder.resolve().name)
+        replace_file(path, report_html(runs), SHARED)
+    except OSError as error:
+        raise ConfigError(
+            f"a report must go to a file that can be written, got {path}: {error.strerror}; set --out"
+        ) from None
+    return sum(len(run.nodes) for run in runs)
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """What to call the runs: the last parts of their paths that tell them apart."""
+    paths = [folder.resolve() for folder in folders]
+    for count in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{place}: {path}" for place, path in enumerate(paths, 1)]
+
+
+def _read_all(folder: Path, inner: Sequence[Path], max_bytes: int) -> list[NodeRun]:
+    try:
+        return [_read(NodeFolder(part), max_bytes) for part in inner]
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"metrics.jsonl and status.json must be as a node writes them, got others in {folder}: {cause}; leave that node out"
         ) from error
-    try:
-        replace_file(path, text, SHARED)
-    except OSError as error:
-        raise ConfigError(
-            f"a report must go to a file that can be written, got {path}: {error.strerror}; set --out"
-        ) from None
-    return len(runs)
 
 
 def node_folders(folder: Path) -> list[Path]:
@@ -88,16 +116,19 @@ def node_folders(folder: Path) -> list[Path]:
     return found[:_MAX_NODES]
 
 
-def report_html(runs: Sequence[NodeRun], title: str) -> str:
+def report_html(runs: Sequence[Run]) -> str:
     """The whole page."""
-    parts = [
-        _introduction(runs),
+    title = " beside ".join(run.name for run in runs)
+    nodes = [node for run in runs for node in run.nodes]
+    parts = [*_introduction(runs), *(_beside(runs) if len(runs) > 1 else ())]
+    parts += [
         "<h2>Curves</h2><div class='charts'>" + "".join(_curves(runs)) + "</div>",
-        *(table.html() for table in (_learning(runs), _held_out(runs), *_exchange(runs)) if table.rows),
-        *_merging(runs),
-        *(table.html() for table in _peers(runs) if table.rows),
+        *(table.html() for table in (_learning(nodes), *_exchange(nodes)) if table.rows),
+        *(table.html() for table in (_merging(nodes),) if table.rows),
+        "<h2>In detail</h2>",
+        *(table.folded_html() for table in (_held_out(nodes), _last_merges(nodes), *_peers(nodes)) if table.rows),
         "<h2>Configuration</h2>",
-        *(f"<details><summary>{_name(run)}</summary><pre>{_text(run.config)}</pre></details>" for run in runs),
+        *(f"<details><summary>{_name(run)}</summary><pre>{_text(run.config)}</pre></details>" for run in nodes),
     ]
     written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return (
@@ -127,30 +158,64 @@ def _read(folder: NodeFolder, max_bytes: int) -> NodeRun:
     return NodeRun(view.name, history, summarize(view), status, config)
 
 
-def _introduction(runs: Sequence[NodeRun]) -> str:
-    times = [row["time_s"] for run in runs for row in run.history.rounds if "time_s" in row]
-    rounds = sum(run.summary.rounds for run in runs)
-    when = f" from {_moment(min(times))} to {_moment(max(times))}" if times else ""
-    nodes = f"{len(runs)} nodes" if len(runs) > 1 else f"Node {_name(runs[0])}"
-    return f"<p>{nodes}, {rounds:,} rounds in all{when}.</p>"
-
-
-def _curves(runs: Sequence[NodeRun]) -> list[str]:
-    all_points: dict[str, dict[str, Any]] = {}
+def _introduction(runs: Sequence[Run]) -> list[str]:
+    """The story of each run."""
+    parts: list[str] = []
     for run in runs:
-        series = Series()
-        for row in run.history.rounds:
-            series.add(row)
-        all_points[_label(run)] = series.points()
-    figures: list[str] = []
+        if len(runs) > 1:
+            parts.append(f"<h2>{_text(run.name)}</h2>")
+        parts += [f"<p>{_text(text)}</p>" for text in story(run)]
+    return parts
+
+
+def _beside(runs: Sequence[Run]) -> list[str]:
+    told = [f"<p>{_text(text)}</p>" for text in beside(runs)]
+    table, *more = figures(runs), sources(runs), differing_settings(runs)
+    return [
+        f"<h2>{_text(table.title)}</h2>",
+        *told,
+        table.html(with_title=False),
+        *(one.html() for one in more if one.rows),
+    ]
+
+
+def _curves(runs: Sequence[Run]) -> list[str]:
+    """Of one run a line for each node, of several the mean of the nodes of each."""
+    held_out: dict[str, Curve] = {}
+    points: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        for node in run.nodes:
+            series = Series()
+            for row in node.history.rounds:
+                series.add(row)
+            label = node.label if len(runs) == 1 else run.name
+            points.setdefault(label, []).append(series.points())
+            if len(runs) == 1:
+                rows = node.history.evaluations
+                held_out[label] = Curve([row["round"] for row in rows], [row["accuracy_mean"] for row in rows])
+        if len(runs) > 1:
+            held_out[run.name] = Curve(*zip(*run.held_out, strict=True)) if run.held_out else Curve([], [])
+    figures = [svg_curves("Reward on held-out tasks", "mean", held_out)]
     for name in METRICS:
         title, unit = _CURVES[name]
-        curves = {
-            label: Curve(points["start"], smooth(points[name]["mean"], max(1, len(points["start"]) // 20)))
-            for label, points in all_points.items()
-        }
-        figures.append(svg_curves(title, unit, curves))
+        figures.append(svg_curves(title, unit, {label: _mean_curve(found, name) for label, found in points.items()}))
     return figures
+
+
+def _mean_curve(points: Sequence[dict[str, Any]], name: str) -> Curve:
+    """The smoothed mean over nodes."""
+    values: dict[int, list[float]] = {}
+    for one in points:
+        for start, value in zip(one["start"], one[name]["mean"], strict=True):
+            values.setdefault(start, [])
+            if value is not None:
+                values[start].append(value)
+    rounds = sorted(values)
+    means = [fmean(found) if (found := values[number]) else None for number in rounds]
+    if name == "kl":  # which few rounds have
+        rounds = [number for number in rounds if values[number]]
+        means = [value for value in means if value is not None]
+    return Curve(rounds, smooth(means, max(1, len(rounds) // 20)))
 
 
 def _learning(runs: Sequence[NodeRun]) -> Table:
@@ -171,13 +236,13 @@ def _learning(runs: Sequence[NodeRun]) -> Table:
         reward = f"{_number(s.reward_start, 3)} → {_number(s.reward_end, 3)}"
         traffic = [f"{count / 1e6:,.2f}" for count in (s.bytes_sent, s.bytes_received)]
         numbers = [f"{s.own_groups:,}", f"{s.swarm_groups:,}", f"{s.tokens_per_s:,.0f}"]
-        rows.append([_label(run), f"{s.rounds:,}", reward, *numbers, *traffic, s.state])
+        rows.append([run.label, f"{s.rounds:,}", reward, *numbers, *traffic, s.state])
     return Table("Learning", headers, rows)
 
 
 def _held_out(runs: Sequence[NodeRun]) -> Table:
     rows = [
-        [_label(run), f"{row['round']:,}", str(row["phase"]), f"{row['accuracy_mean']:.3f}"]
+        [run.label, f"{row['round']:,}", str(row["phase"]), f"{row['accuracy_mean']:.3f}"]
         for run in runs
         for row in run.history.evaluations
     ]
@@ -186,7 +251,7 @@ def _held_out(runs: Sequence[NodeRun]) -> Table:
 
 def _exchange(runs: Sequence[NodeRun]) -> list[Table]:
     shared = [
-        [_label(run), *(f"{run.history.totals[f'exchange/records_{what}']:,}" for what in ("published", "admitted"))]
+        [run.label, *(f"{run.history.totals[f'exchange/records_{what}']:,}" for what in ("published", "admitted"))]
         for run in runs
     ]
     rejected = sum((run.history.rejected for run in runs), Counter[str]())
@@ -202,30 +267,31 @@ def _exchange(runs: Sequence[NodeRun]) -> list[Table]:
     ]
 
 
-def _merging(runs: Sequence[NodeRun]) -> list[str]:
-    """Tables of merges; empty if no node merged."""
-    names = {run.status["peer_id"]: _label(run) for run in runs if run.status.get("peer_id")}
-    steps: list[list[str]] = []
-    merges: list[list[str]] = []
+def _merging(runs: Sequence[NodeRun]) -> Table:
+    rows: list[list[str]] = []
     for run in runs:
-        log, row = MergeLog(), run.history.last_round
-        for one in run.history.rounds:
-            log.add(one, one.get("time_s", 0.0))
+        row = run.history.last_round
         if "merge/merges_total" in row:
             alone = [
                 f"{why} {count}" for why, count in row.get("merge/reasons", {}).items() if why != "merged" and count
             ]
             counts = [f"{row[f'merge/{what}_total']:,}" for what in ("merges", "solo_steps")]
-            steps.append([_label(run), *counts, ", ".join(alone) or "–"])
+            rows.append([run.label, *counts, ", ".join(alone) or "–"])
+    return Table("Merging", ("node", "merges", "steps without partner", "reasons"), rows)
+
+
+def _last_merges(runs: Sequence[NodeRun]) -> Table:
+    names = {run.status["peer_id"]: run.label for run in runs if run.status.get("peer_id")}
+    rows: list[list[str]] = []
+    for run in runs:
+        log = MergeLog()
+        for one in run.history.rounds:
+            log.add(one, one.get("time_s", 0.0))
         for merge in log.newest_first():
             partner = names.get(str(merge["partner"])) or peer_name(str(merge["partner"]))
             numbers = [_number(merge["share"], 2), _number(merge["drift"], 3), _moment(merge["time_s"])]
-            merges.append([_label(run), f"{merge['round']:,}", partner, *numbers])
-    tables = [
-        Table("Merging", ("node", "merges", "steps without partner", "reasons"), steps),
-        Table("Last merges", ("node", "round", "partner", "weight", "drift", "when"), merges),
-    ]
-    return [table.html() for table in tables if table.rows]
+            rows.append([run.label, f"{merge['round']:,}", partner, *numbers])
+    return Table("Last merges", ("node", "round", "partner", "weight", "drift", "when"), rows)
 
 
 def _peers(runs: Sequence[NodeRun]) -> list[Table]:
@@ -243,17 +309,12 @@ def _peers(runs: Sequence[NodeRun]) -> list[Table]:
             ]
             for peer in known[:_MAX_PEERS]
         ]
-        tables.append(Table(f"Peers of {_label(run)}", headers, rows))
+        tables.append(Table(f"Peers of {run.label}", headers, rows))
     return tables
 
 
-def _label(run: NodeRun) -> str:
-    own = run.status.get("peer_name")
-    return f"{run.name} ({own})" if own else run.name
-
-
 def _name(run: NodeRun) -> str:
-    return _text(_label(run))
+    return _text(run.label)
 
 
 def _text(text: str) -> str:

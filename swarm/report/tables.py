@@ -95,10 +95,15 @@ class Table:
         lines = [self.headers, ["---"] * len(self.headers), *self.rows]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
-    def html(self) -> str:
+    def folded_html(self) -> str:
+        """As `html`, closed until a reader opens it by its title."""
+        return f"<details><summary>{html.escape(self.title)}</summary>{self.html(with_title=False)}</details>"
+
+    def html(self, *, with_title: bool = True) -> str:
         head = "".join(f"<th>{html.escape(header)}</th>" for header in self.headers)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
-        return f"<h2>{html.escape(self.title)}</h2><table><tr>{head}</tr>{body}</table>"
+        title = f"<h2>{html.escape(self.title)}</h2>" if with_title else ""
+        return f"{title}<table><tr>{head}</tr>{body}</table>"
 
 
 def _longest_words(headers: Sequence[str]) -> list[str]:

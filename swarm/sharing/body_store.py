@@ -1,6 +1,6 @@
 """The bodies that this node can give to others: its own, and those it pulled, until they expire."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ BODY_PROTOCOL = "swarm/body/1"
 NUM_LARGEST_BODIES = 12
 """Room for a dozen of the largest bodies, or hundreds of usual ones: those of the last minutes, which others ask for."""
 _AUTHOR_SHARE = 8
+_MAX_TAKERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class BodyStore:
         """... when last, by the clock, ..."""
         self.last_taken_by: str | None = None
         """... and which, by its peer id."""
+        self.taken_by: Counter[str] = Counter()
+        """{peer id: own bodies that it fetched}; of more peers than it has room for, the one that took least is forgotten."""
 
     def serve_on(self, transport: Transport) -> None:
         """Give bodies to whoever asks for them. To be called before the transport starts."""
@@ -78,6 +81,9 @@ class BodyStore:
         if not self._authors[request]:
             self.num_taken += 1
             self.last_taken_at, self.last_taken_by = self._clock(), peer_id
+            if peer_id not in self.taken_by and len(self.taken_by) >= _MAX_TAKERS:
+                del self.taken_by[min(self.taken_by, key=self.taken_by.__getitem__)]
+            self.taken_by[peer_id] += 1
         return body
 
     def _remove_expired(self) -> None:

@@ -5,8 +5,9 @@ NodeContext ─▶ BodyStore, PeerTracker, SharingTotals, SharingPause, Director
                                                                                             └▶ NodeReport
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from swarm.config import SharingSection
@@ -39,6 +40,8 @@ class PeerStanding:
     """Swarm time; 0 where it is not banned."""
     groups_admitted: int
     """During this process, like the fields below."""
+    bodies_taken: int
+    """Bodies of this node that it fetched from this node; others may have given it more."""
     records_rejected: int
     last_seen_at: float
     """Seconds since the epoch."""
@@ -63,14 +66,18 @@ class Contribution:
     """How many are ranked, this node included."""
 
 
-def peer_standings(stats: PeerStats, reputation: Reputation) -> list[PeerStanding]:
+def peer_standings(
+    stats: PeerStats, reputation: Reputation, taken_by: Mapping[str, int] = MappingProxyType({})
+) -> list[PeerStanding]:
     """All peers that were seen, also by an earlier process; the one seen last first, at most MAX_PEERS."""
     last_seen = reputation.last_evidence()
     seen = dict(stats.last_seen_first())
     last_seen |= {peer_id: peer.last_seen_at for peer_id, peer in seen.items()}
     newest = sorted(last_seen, key=lambda peer_id: -last_seen[peer_id])[:MAX_PEERS]
-    now = reputation.now()
-    return [_standing(peer_id, seen.get(peer_id), last_seen[peer_id], reputation, now) for peer_id in newest]
+    return [
+        _standing(peer_id, seen.get(peer_id), last_seen[peer_id], taken_by.get(peer_id, 0), reputation)
+        for peer_id in newest
+    ]
 
 
 def contribution(bodies: BodyStore, stats: PeerStats, now: float) -> Contribution:
@@ -91,10 +98,10 @@ def contribution(bodies: BodyStore, stats: PeerStats, now: float) -> Contributio
 
 
 def _standing(
-    peer_id: str, peer: PeerHistory | None, last_seen_at: float, reputation: Reputation, now: float
+    peer_id: str, peer: PeerHistory | None, last_seen_at: float, bodies_taken: int, reputation: Reputation
 ) -> PeerStanding:
     peer = peer or PeerHistory()
-    mean, _ = peer.rewards.mean(now)
+    mean, _ = peer.rewards.mean(reputation.now())
     return PeerStanding(
         peer_id=peer_id,
         name=peer_name(peer_id),
@@ -102,6 +109,7 @@ def _standing(
         weight=round(reputation.weight(peer_id), 3),
         banned_until=reputation.banned_until(peer_id),
         groups_admitted=peer.groups_admitted,
+        bodies_taken=bodies_taken,
         records_rejected=peer.records_rejected,
         last_seen_at=round(last_seen_at, 1),
         reward_mean=None if mean is None else round(mean, 4),
@@ -153,7 +161,7 @@ class SharingParts:
 
     def peers(self) -> list[PeerStanding]:
         """The peers that this node knows, the one seen last first."""
-        return peer_standings(self.tracker.stats, self.tracker.reputation)
+        return peer_standings(self.tracker.stats, self.tracker.reputation, self.bodies.taken_by)
 
 
 def make_sharing_parts(

@@ -13,9 +13,10 @@ from typing import Self
 
 from swarm.config import SharingSection, TaskSourceSection, TasksSection
 from swarm.errors import TaskError
-from swarm.extensions.points import TASK_SOURCES
+from swarm.extensions.points import FINAL_ANSWERS, TASK_SOURCES
 from swarm.tasks.environments.episodes import check_repeatable
 from swarm.tasks.environments.tool_source import ToolSource
+from swarm.tasks.final_answers import Whole, answer_rule, final_answer
 from swarm.tasks.held_out import HeldOut
 from swarm.tasks.prompted_source import PROMPT, PromptedSource, PromptTemplate, prompt_context
 from swarm.tasks.sandboxed_verifier import SandboxedSource, SandboxedVerifier, is_wrapped, needs_process
@@ -77,6 +78,11 @@ class TaskMixture:
         self._held_out = {
             name: HeldOut(source, config.held_out_share, self._leave_out) for name, source in self.sources.items()
         }
+        self._answer_rules = {
+            section.source_name: answer_rule(section)
+            for section in config.sources
+            if section.source_name in self.sources and FINAL_ANSWERS.is_built_in(section.answer)
+        }
         self._safe_for_strangers = {
             section.source_name for section in config.sources if section in sandboxed or not needs_process(section)
         }
@@ -136,6 +142,14 @@ class TaskMixture:
             return self.rebuild(ref).prompt
         except (UnknownTask, TaskFailure):
             return None
+
+    def final_answer_in(self, source: str, text: str) -> str | None:
+        """What the verifier reads of an answer, for a person to see; "" where there is none.
+
+        None: it reads all of it, or it is not known here.
+        """
+        rule = self._answer_rules.get(source)
+        return None if rule is None or isinstance(rule, Whole) else final_answer(rule, text) or ""
 
     @property
     def episodic(self) -> list[str]:

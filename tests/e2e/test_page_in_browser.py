@@ -4,16 +4,29 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swarm.config import Config
+from swarm.config.shareable import told_settings
 from swarm.dashboard.static_files import read_token
 from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.types import Turn
 from tests.chromium import Chromium
 from tests.unit.experience_factory import body_and_header, group
-from tests.unit.page_factory import ServedPage, merge_entries, round_row, serving, some_rollouts, status
+from tests.unit.fake_node import evaluation_row
+from tests.unit.page_factory import (
+    ServedPage,
+    merge_entries,
+    round_row,
+    serving,
+    serving_overview,
+    some_rollouts,
+    status,
+)
 
 pytestmark = pytest.mark.browser
 
@@ -58,6 +71,12 @@ def open_live(browser: Chromium, node: ServedPage, fragment: str = "") -> None:
     browser.wait_for("document.querySelectorAll('#tiles div').length > 0")
 
 
+def look_at(browser: Chromium, view: str) -> None:
+    """Choose a view of the page by its link, as a person does."""
+    browser.run(f"document.querySelector('nav a[href=\"#{view}\"]').click()")
+    browser.wait_for(f"!document.getElementById('view-{view}').hidden")
+
+
 def complaints(browser: Chromium, node: ServedPage) -> list[str]:
     """What the console holds against this page; news of a node that an earlier test has ended may come late."""
     return [told for told in browser.console if "net::ERR_" not in told or node.url in told]
@@ -76,10 +95,11 @@ def test_a_page_shows_the_node_asks_nobody_else_and_breaks_no_policy(browser: Ch
     fill(node, 200)
     some_rollouts(node.page)
     open_live(browser, node)
+    look_at(browser, "swarm")
     browser.wait_for("document.querySelectorAll('#peers-table tbody tr').length === 200")
     assert text(browser, "#name") == "brave-otter-3f"
     assert "its claimed reward is not the one that this node computed" in text(browser, "#rejected-table")
-    browser.run("document.getElementById('rollouts').scrollIntoView()")
+    look_at(browser, "rollouts")
     browser.wait_for("document.querySelectorAll('#groups details').length === 12")
     browser.run("document.querySelector('#groups details').open = true")
     browser.wait_for("document.querySelector('#groups details[open] pre')")
@@ -131,16 +151,31 @@ def test_what_peers_wrote_is_text_wherever_it_is_shown(browser: Chromium, node: 
     stages = [{"stage": 0, "first_layer": 0, "end_layer": 3, "holder": HOSTILE}]
     node.page._stages = lambda: stages
     node.show(row, status(0, row, peers=[peer], contribution=more, phase=HOSTILE, peer_name=HOSTILE))
-    node.page.rollouts.show_prompts(lambda ref: HOSTILE)
+    node.page.rollouts.explain(lambda ref: HOSTILE)
     node.page.rollouts.admitted([group(HOSTILE, "b", index=1)])
     body, header = body_and_header(group("x", "y"))
     node.page.rollouts.refused(header, InvalidRecord(Rejection.TOKENS, HOSTILE), body)
     open_live(browser, node)
-    browser.run("document.getElementById('rollouts').scrollIntoView()")
+    look_at(browser, "rollouts")
     browser.wait_for("document.querySelectorAll('#groups details').length === 2")
     browser.run("document.querySelectorAll('#groups details').forEach(one => { one.open = true })")
     browser.wait_for("document.querySelectorAll('#groups details[open] pre').length >= 3")
     browser.wait_for("document.querySelectorAll('#merges-table tbody tr').length === 1")
+    browser.run("document.querySelectorAll('.view').forEach(one => { one.hidden = false })")
+    names = {
+        "rollout/reward_by_source": {HOSTILE: 0.5, "__proto__": 0.5},
+        f"reward/{HOSTILE}": 0.5,
+        "reward/__proto__": 0.5,
+    }
+    node.show(round_row(2, random.Random(0), **names))
+    browser.run("location.hash = '#learning'")
+    browser.wait_for(
+        "document.querySelectorAll('#charts-learning figure:not([hidden]) .legend:not([hidden]) li').length >= 8"
+    )
+    assert (
+        browser.run("Object.keys(Object.prototype).length + [...Array(9).keys()].filter(key => key in {}).length") == 0
+    )
+    browser.run("document.querySelectorAll('.view').forEach(one => { one.hidden = false })")
     assert browser.run("window.owned") is None
     assert browser.run("document.querySelectorAll('main img, main script, main svg:not(.plot), main a').length") == 0
     shown = browser.run("document.body.innerText")
@@ -209,6 +244,7 @@ def test_the_first_tab_skips_to_the_content_and_every_control_shows_its_focus(
 def test_tables_sort_and_charts_are_read_by_keyboard(browser: Chromium, node: ServedPage) -> None:
     fill(node, 20)
     open_live(browser, node)
+    look_at(browser, "swarm")
     browser.wait_for("document.querySelectorAll('#peers-table tbody tr').length === 20")
     trust = "document.querySelectorAll('#peers-table th[scope=col]')[2]"
     values = "[...document.querySelectorAll('#peers-table tbody tr')].map(line => Number(line.cells[2].textContent))"
@@ -222,13 +258,15 @@ def test_tables_sort_and_charts_are_read_by_keyboard(browser: Chromium, node: Se
     assert "No peer known yet" in text(browser, "#peers-table")
     row = round_row(2, random.Random(1))
     node.show(row, status(20, row))
-    pad = "document.querySelector('[role=slider]')"
+    look_at(browser, "now")
+    pad = "document.querySelectorAll('[role=slider]')[1]"
     browser.wait_for(f"{pad}.getAttribute('aria-valuemax') === '1'")
     browser.run(f"{pad}.focus()")
     browser.press("Home")
     assert browser.run(f"{pad}.getAttribute('aria-valuetext')").startswith("round 1: 0.")
 
 
+VIEWS = ("now", "learning", "swarm", "rollouts", "config")
 THEMES = [("light", 1200), ("dark", 1200), ("light", 390), ("dark", 390)]
 CONTRASTS = """(() => {
   const channel = (v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
@@ -265,12 +303,17 @@ def test_text_has_contrast_and_the_page_fits_in_every_theme_and_width(
     browser.prefer(**{"prefers-color-scheme": theme})
     browser.resize(width, 900)
     open_live(browser, node)
-    browser.run("document.getElementById('rollouts').scrollIntoView()")
+    look_at(browser, "rollouts")
     browser.wait_for("document.querySelectorAll('#groups details').length === 13")
     browser.run("document.querySelectorAll('#groups details').forEach(one => { one.open = true })")
     browser.wait_for("document.querySelectorAll('#groups pre').length > 12")
-    assert browser.run(CONTRASTS) == []
-    assert browser.run("document.documentElement.scrollWidth") <= width
+    for view in VIEWS:
+        look_at(browser, view)
+        if view == "config":
+            browser.run("document.getElementById('config-changed').click()")
+            browser.wait_for("document.querySelectorAll('#config-table tbody tr').length > 100")
+        assert browser.run(CONTRASTS) == [], view
+        assert browser.run("document.documentElement.scrollWidth") <= width, view
     expected = "rgb(16, 19, 22)" if theme == "dark" else "rgb(245, 246, 244)"
     assert browser.run("getComputedStyle(document.body).backgroundColor") == expected
 
@@ -289,6 +332,7 @@ def test_structure_for_screen_readers(browser: Chromium, node: ServedPage) -> No
     fill(node)
     open_live(browser, node)
     browser.wait_for("document.querySelectorAll('#peers-table tbody tr').length > 0")
+    browser.run("document.querySelectorAll('.view').forEach(one => { one.hidden = false })")
     assert browser.run("document.querySelectorAll('h1').length") == 1
     assert browser.run("document.querySelectorAll('main').length") == 1
     unnamed = (
@@ -302,12 +346,143 @@ def test_structure_for_screen_readers(browser: Chromium, node: ServedPage) -> No
     assert browser.run("document.querySelectorAll('[aria-live], [role=status], [role=alert], output').length") <= 2
 
 
+LONG = "The product is 15, and half of it is no whole number. " * 60
+
+
+def test_every_view_of_a_long_run_is_short_and_has_its_own_address(browser: Chromium, node: ServedPage) -> None:
+    rng = random.Random(0)
+    for number in range(0, 60, 10):
+        node.page.show_row(evaluation_row(number, "interval", number / 60))
+        for one in range(number + 1, number + 11):
+            node.page.show_row(round_row(one, rng, **merge_entries(one, "12D3KooWPeer00000001", one)))
+    node.loop.call_soon_threadsafe(
+        node.page.show_status, status(200, round_row(60, rng), verdict="contributing", why="so it is")
+    )
+    some_rollouts(node.page)
+    node.page.rollouts.own([group(LONG, LONG, index=number) for number in range(40)])
+    open_live(browser, node)
+    for view in VIEWS:
+        look_at(browser, view)
+        assert browser.run("document.querySelectorAll('.view:not([hidden])').length") == 1
+        assert browser.run("document.querySelector('nav a[aria-current=page]').hash") == f"#{view}"
+        browser.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert browser.run("document.documentElement.scrollHeight") < 1800, view
+    look_at(browser, "now")
+    assert text(browser, "#tiles div:first-child dd") == "0.00 → 0.83"
+    assert text(browser, "#verdict") == "contributing: so it is"
+    assert text(browser, "#charts-now figure:nth-child(3) .legend") == "own\nof peers"
+    look_at(browser, "learning")
+    titles = browser.run(
+        "[...document.querySelectorAll('#charts-learning figure:not([hidden]) h3')].map(one => one.textContent)"
+    )
+    assert titles[:6] == [
+        "Held-out reward by task", "Sampled reward by task", "Reward by signal", "Loss", "Gradient norm", "KL to the base",
+    ]  # fmt: skip
+    assert text(browser, "#charts-learning figure:nth-child(2) .legend") == "sums\nspelling"
+    look_at(browser, "swarm")
+    assert browser.run("document.querySelectorAll('#map .dot').length") == 13  # the node, and the twelve who gave most
+    assert browser.run("document.querySelectorAll('#map .arrow').length") >= 12
+    browser.run("location.hash = '#learning'")
+    reload(browser)
+    browser.wait_for("!document.getElementById('view-learning').hidden")
+    assert complaints(browser, node) == []
+
+
+def test_rollouts_are_searched_and_turned_over_by_page(browser: Chromium, node: ServedPage) -> None:
+    fill(node)
+    some_rollouts(node.page)
+    turns = (Turn("3 * 5 =", "15", "tool", 3, 4), Turn("Is that odd?", "It is.", "user", 5, 6))
+    one = group("right", "wrong", index=50)
+    episode = replace(one.rollouts[0], turns=turns, signals=(("correct", 1.0), ("format", 0.5)))
+    node.page.rollouts.explain(
+        lambda ref: f"Question {ref.index}", lambda source, answer: "fifteen" if answer == "right" else ""
+    )
+    node.page.rollouts.own([replace(one, rollouts=(episode, one.rollouts[1]))])
+    node.page.rollouts.own([group("24", "25", index=number) for number in range(60, 90)])
+    open_live(browser, node)
+    look_at(browser, "rollouts")
+    browser.wait_for("document.getElementById('page-of').textContent === 'page 1 of 3'")
+    browser.run("document.getElementById('page-after').click()")
+    browser.wait_for("document.getElementById('page-of').textContent === 'page 2 of 3'")
+    search = (
+        "(() => { const find = document.getElementById('rollouts-find'); find.value = %s;"
+        " find.dispatchEvent(new Event('input')); })()"
+    )
+    browser.run(search % json.dumps("question 50"))
+    browser.wait_for("document.querySelectorAll('#groups details').length === 1")
+    assert "1 group with “question 50”" in text(browser, "#rollouts-note")
+    browser.run("document.querySelector('#groups details').open = true")
+    browser.wait_for("document.querySelectorAll('#groups .turn').length === 5")
+    speakers = browser.run("[...document.querySelectorAll('#groups .turn .who')].map(one => one.textContent)")
+    assert speakers == ["policy", "tool", "policy", "environment", "policy"]
+    finals = browser.run("[...document.querySelectorAll('#groups .final')].map(one => one.textContent)")
+    assert finals == ["Final answer: fifteen", "Final answer: none found"]
+    assert "correct 1.00 · format 0.50" in text(browser, "#groups")
+    browser.run(search % json.dumps(HOSTILE))
+    browser.wait_for("document.querySelectorAll('#groups details').length === 0")
+    assert "<img src=x" in text(browser, "#rollouts-note") and browser.run("window.owned") is None
+    assert complaints(browser, node) == []
+
+
+def test_settings_are_shown_with_where_they_come_from(browser: Chromium, tmp_path: Path) -> None:
+    with serving(tmp_path) as node:
+        config = Config.model_validate({"training": {"lr": 0.5}})
+        node.page._settings = told_settings(
+            config, lambda place: "--training.lr" if list(place) == ["training", "lr"] else None
+        )
+        fill(node)
+        open_live(browser, node)
+        look_at(browser, "config")
+        browser.wait_for("document.querySelectorAll('#config-table tbody tr').length === 1")
+        row = "[...document.querySelector('#config-table tbody tr').cells].map(one => one.textContent)"
+        assert browser.run(row) == ["training.lr", "0.5", "0.001", "--training.lr"]
+        browser.run("document.getElementById('config-changed').click()")
+        browser.wait_for("document.querySelectorAll('#config-table tbody tr').length > 100")
+
+
+def test_the_overview_names_nodes_by_their_folders_and_maps_what_they_gave(browser: Chromium, tmp_path: Path) -> None:
+    ids = [f"12D3KooWNode{number:08d}" for number in range(3)]
+    for number, own in enumerate(ids):
+        folder = tmp_path / "testbed" / f"node-{number}"
+        folder.mkdir(parents=True)
+        rows = [evaluation_row(0, "start", 0.2), *(round_row(n, random.Random(number)) for n in range(1, 21))]
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in [*rows, evaluation_row(20, "end", 0.8)])
+        )
+        peers = [
+            {"peer_id": peer, "groups_admitted": 10 * number + 1, "bodies_taken": 2} for peer in ids if peer != own
+        ]
+        told = status(0, rows[-1]) | {
+            "peer_id": own,
+            "peer_name": HOSTILE,
+            "pid": 2**22 + 1,
+            "addresses": [],
+            "peers": peers,
+        }
+        (folder / "status.json").write_text(json.dumps(told | {"phase": "ended"}))
+    with serving_overview(tmp_path / "testbed") as url:
+        browser.open(url)
+        browser.wait_for("document.querySelectorAll('#nodes-table tbody tr').length === 3")
+        browser.wait_for("document.querySelectorAll('#map .arrow').length === 6")
+        assert text(browser, "#charts figure:first-child .legend") == "node-0\nnode-1\nnode-2"
+        assert browser.run("[...document.querySelectorAll('#map .dot text')].map(one => one.textContent)") == [
+            "node-0", "node-1", "node-2",
+        ]  # fmt: skip
+        first = "[...document.querySelector('#pairs-table tbody tr').cells].map(one => one.textContent)"
+        assert browser.run(first)[1:] == ["node-2", "21", "2"]
+        assert text(browser, "#tiles div:nth-child(5) dd") == "60"  # rounds, a whole number
+        assert browser.run("window.owned") is None
+        assert browser.run("document.documentElement.scrollHeight") < 1800
+
+
 def test_a_page_of_a_node_that_has_just_started_says_so(browser: Chromium, node: ServedPage) -> None:
     node.loop.call_soon_threadsafe(node.page.show_status, status(0, {}, phase="starting", started_at=time.time()))
     open_live(browser, node)
     browser.wait_for("document.getElementById('curves-note').textContent.length > 0")
     assert text(browser, "#phase") == "starting"
-    assert "No peer known yet" in text(browser, "#peers-table")
     assert "begin with the first round" in text(browser, "#curves-note")
+    look_at(browser, "swarm")
+    assert "No peer known yet" in text(browser, "#peers-table")
+    look_at(browser, "rollouts")
     assert "None yet" in text(browser, "#rollouts-note")
     assert complaints(browser, node) == []

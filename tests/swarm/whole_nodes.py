@@ -22,7 +22,7 @@ WITHIN_S = 150.0
 """A test fails when what it waits for has not happened by then: many times what a loaded machine needs."""
 
 
-def node_config(folder: Path, max_rounds: int | None = None, **rollouts: int) -> Config:
+def node_config(folder: Path, max_rounds: int | None = None, **rollouts: int | str) -> Config:
     """Rounds of a few tenths of a second, without an end where `max_rounds` is None."""
     return parse(
         {

@@ -12,6 +12,7 @@ from typing import Any
 
 from swarm.config import Config, ObservabilitySection
 from swarm.dashboard.node_page import NodePage
+from swarm.dashboard.overview import Overview
 from swarm.node.controls import NodeControls
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
@@ -30,6 +31,9 @@ def round_row(number: int, rng: random.Random, **more: Any) -> dict[str, Any]:
         "rollout/reward_mean": min(1.0, max(0.0, 0.22 + 0.5 * learned + rng.gauss(0, 0.05))),
         "rollout/tokens": 900, "rollout/tokens_per_s": 640 + rng.gauss(0, 40), "time/rollout_s": 1.2, "time/round_s": 2.1,
         "train/entropy": 1.5 - 0.9 * learned + rng.gauss(0, 0.04), "train/staleness_mean": abs(rng.gauss(0.8, 0.4)),
+        "rollout/reward_by_source": {"sums": 0.4, "spelling": 0.3}, "reward/correct": 0.35, "reward/format": 0.9,
+        "train/loss": rng.gauss(0, 0.1), "train/grad_norm": 1.0 + rng.random(), "train/clip_fraction": 0.01,
+        "train/kl": 0.02 * learned if number % 3 else None,
         "train/own_groups": 8, "train/swarm_groups": 8, "train/own_groups_total": 7 * number,
         "train/swarm_groups_total": 6 * number, "pool/groups": 39, "network/peers": 12,
         "exchange/records_published": number, "exchange/records_admitted": 5 * number,
@@ -127,8 +131,33 @@ def serving(folder: Path, port: int = 0) -> Iterator[ServedPage]:
         one.stop()
 
 
+@contextlib.contextmanager
+def serving_overview(folder: Path) -> Iterator[str]:
+    """The address of an overview of a folder, which runs in a thread with a loop of its own."""
+    started, urls = threading.Event(), list[str]()
+    loop, done = asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        overview = Overview([folder], ObservabilitySection())
+        await overview.start()
+        urls.append(f"http://127.0.0.1:{overview.port}/")
+        started.set()
+        await done.wait()
+        await overview.stop()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 def some_rollouts(page: NodePage) -> None:
     """Groups of every kind."""
-    page.rollouts.show_prompts(lambda ref: f"State the sum of 1{ref.index} and 7. Answer with the number alone.")
+    page.rollouts.explain(lambda ref: f"State the sum of 1{ref.index} and 7. Answer with the number alone.")
     page.rollouts.own([group("25", "24", " 25", "2 5", index=number) for number in range(6)])
     page.rollouts.admitted([group("right", "wrong", "right", index=number) for number in range(6, 12)])

@@ -1,5 +1,8 @@
 """What a node hands on for others is bounded per author, and its own bodies are the last to go."""
 
+import pytest
+
+from swarm.sharing import body_store
 from swarm.sharing.body_store import BodyStore
 
 HOUR = 3600.0
@@ -63,3 +66,16 @@ def test_same_body_again_counts_once() -> None:
         store.put(b"1", bytes(60), 5000.0, "alice")
     store.put(b"2", bytes(40), 5000.0, "alice")
     assert kept(store, b"1", b"2") == [True, True]
+
+
+async def test_who_fetched_own_bodies_is_counted_for_so_many_peers_and_names_push_out_no_busy_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(body_store, "_MAX_TAKERS", 3)
+    store = BodyStore(Clock(), max_bytes=800)
+    store.put(b"own", bytes(40), 5000.0)
+    store.put(b"other", bytes(40), 5000.0, "alice")
+    for peer in ("friend", "friend", "friend", *map(str, range(100))):
+        await store._answer(peer, b"own")
+        await store._answer(peer, b"other")
+    assert len(store.taken_by) == 3 and store.taken_by["friend"] == 3 and store.num_taken == 103

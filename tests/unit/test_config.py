@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 
-from swarm.config import DEMO_TASKS, REASONING_TASKS, Config, dump_toml, kept_toml, load, parse
+from swarm.config import (
+    DEMO_TASKS,
+    REASONING_TASKS,
+    Config,
+    dump_toml,
+    kept_origin,
+    kept_toml,
+    load,
+    origin_in,
+    parse,
+    read_layers,
+    resolve,
+)  # fmt: skip
 from swarm.config.load import _ALIASES, _keys
 from swarm.config.reference import reference_markdown, settings
 from swarm.config.section import RENAMED, _report_old_name
@@ -341,3 +353,22 @@ def test_a_policy_that_examples_have_made_sure_takes_smaller_steps() -> None:
     assert lr(**started, policy={"base": "some/model"}) == 2e-5
     assert parse({**started, "policy": {"base": "bundled-reasoning"}}).rollouts.max_new_tokens == 256
     assert "lr" not in parse(started).training.model_fields_set
+
+
+def test_a_node_that_goes_on_from_its_own_file_still_knows_where_its_settings_came_from(tmp_path: Path) -> None:
+    mine, kept = tmp_path / "mine.toml", tmp_path / "node" / "config.toml"
+    mine.write_text('[training]\nlr = 0.5\n[[tasks.sources]]\nname = "lcm"\n')
+    kept.parent.mkdir()
+    layers = read_layers([mine], {"node.max_rounds": "3", "rollouts.stop": '["a  # b"]'})
+    kept.write_text(kept_toml(resolve(layers), origin_in(layers)))
+    again = read_layers([kept], {"rollouts.group_size": "6"})
+    origin = kept_origin(origin_in(again), kept)
+    told = {key: origin(key.split(".")) for key in ("training.lr", "node.max_rounds", "rollouts.stop", "tasks.sources")}
+    assert told == {
+        "training.lr": str(mine), "node.max_rounds": "--node.max_rounds", "rollouts.stop": "--rollouts.stop",
+        "tasks.sources": str(mine),
+    }  # fmt: skip
+    assert (origin(["rollouts", "group_size"]), origin(["training", "max_grad_norm"])) == ("--rollouts.group_size", "")
+    assert resolve(again).training.lr == 0.5
+    elsewhere = kept_origin(origin_in(again), tmp_path / "other" / "config.toml")  # the same file is another's there
+    assert elsewhere(["training", "lr"]) == str(kept)

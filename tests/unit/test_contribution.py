@@ -90,6 +90,7 @@ async def test_a_body_that_another_node_fetched_is_told_with_who_and_when() -> N
     await reader.exchange.reader.poll()
     told = alice.parts.contribution()
     assert (told.bodies_taken, told.last_taken_by, told.last_taken_at) == (1, READER.peer_id, NOW + 5)
+    assert {peer.peer_id: peer.bodies_taken for peer in alice.parts.peers()}[READER.peer_id] == 1
     assert reader.parts.contribution().bodies_taken == 0, "a body of another that is passed on is no contribution"
 
 
@@ -103,7 +104,7 @@ async def test_what_was_admitted_of_a_peer_is_told_with_the_rewards_recomputed_h
     assert weight > 0.5
     assert asdict(peer) == {
         "peer_id": ALICE.peer_id, "name": peer_name(ALICE.peer_id), "lineage": LINEAGE.policy, "weight": weight,
-        "banned_until": 0.0, "groups_admitted": 2, "records_rejected": 0, "last_seen_at": NOW + 5,
+        "banned_until": 0.0, "groups_admitted": 2, "bodies_taken": 0, "records_rejected": 0, "last_seen_at": NOW + 5,
         "reward_mean": 0.625, "policy_version": 7,
     }  # fmt: skip
     assert [one.peer_id for one in alice.parts.peers()] == []

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,19 +21,21 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from swarm.config import Config
+from swarm.dashboard import recent_rollouts
 from swarm.dashboard.feed import MAX_STREAMS, MAX_WAITING, EventPlaces, EventResponse, Feed
 from swarm.dashboard.node_page import TOKEN_HEADER, NodePage
-from swarm.dashboard.recent_rollouts import MAX_GROUPS, RecentRollouts
-from swarm.dashboard.series import MAX_MERGES, MergeLog, Series
+from swarm.dashboard.recent_rollouts import MAX_CHARS, MAX_GROUPS, PAGE_GROUPS, RecentRollouts
+from swarm.dashboard.series import MAX_EVALUATIONS, MAX_MEMBERS, MAX_MERGES, Evaluations, MergeLog, Series
 from swarm.dashboard.shown import WORDS, shown
 from swarm.dashboard.static_files import is_token, make_token, read_token
 from swarm.errors import NodeNotRunningError
 from swarm.node.controls import ACTIONS, NodeControls
 from swarm.observability.http_server import Guard
 from swarm.observability.metrics import last_rows
+from swarm.records.identity import peer_name
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.totals import SharingPause
-from swarm.types import TaskRef
+from swarm.types import TaskRef, Turn
 from tests.unit.experience_factory import Clock, body_and_header, group
 from tests.unit.page_factory import merge_entries, round_row, served, status
 
@@ -94,6 +97,43 @@ class TestSeries:
             series.add(row(number, float(number)))
         assert series.last_point()["start"] == [8]
         assert series.last_point()["reward"]["max"] == [9]
+
+    def test_rewards_by_source_and_signal_have_curves_of_their_own_in_bounds(self) -> None:
+        series = Series(max_buckets=4)
+        series.add(row(1, 0.5, **{"rollout/reward_by_source": {"sums": 0.25}, "reward/correct": 0.75}))
+        series.add(row(2, 0.5, **{"rollout/reward_by_source": {"sums": 0.5, "lcm": 1.0}, "reward/correct": None}))
+        points = series.points()
+        assert points["sources"] == {"sums": [0.25, 0.5], "lcm": [None, 1.0]}
+        assert points["signals"] == {"correct": [0.75, None]}
+        for number in range(3, 300):
+            series.add(row(number, 0.5, **{"rollout/reward_by_source": {f"s{number}": 0.5}, f"reward/r{number}": 0.5}))
+        series.add(row(300, 0.5, **{"rollout/reward_by_source": [1]}))
+        points = series.points()
+        assert len(points["sources"]) == len(points["signals"]) == MAX_MEMBERS
+        assert points["sources"]["sums"][0] == 0.375  # joined with the bucket beside it
+
+
+class TestEvaluations:
+    def test_held_out_rewards_by_task_and_what_a_restart_undoes(self) -> None:
+        held_out = Evaluations()
+        for number, mean, by_source in ((0, 0.2, {"a": 0.1, "b": 0.3}), (10, 0.5, {"a": 0.5}), (20, 0.6, {"a": 0.6})):
+            held_out.add({"round": number, "accuracy_mean": mean, "accuracy": by_source})
+        held_out.add({"round": 20, "accuracy_mean": 0.7, "accuracy": {"a": 0.7}})  # at the end, after the same round
+        for odd in (math.nan, None, "1"):
+            held_out.add({"round": 30, "accuracy_mean": odd, "accuracy": {}})
+        sources = {"a": [0.1, 0.5, 0.7], "b": [0.3, None, None]}
+        assert held_out.points() == {"start": [0, 10, 20], "mean": [0.2, 0.5, 0.7], "sources": sources}
+        held_out.undo(15)
+        assert held_out.points()["start"] == [0, 10]
+
+    def test_they_are_bounded_and_the_first_and_the_last_stay(self) -> None:
+        held_out = Evaluations()
+        for number in range(5000):
+            held_out.add({"round": number, "accuracy_mean": 0.5, "accuracy": {f"s{number}": 0.5}})
+        points = held_out.points()
+        assert len(points["start"]) <= MAX_EVALUATIONS and (points["start"][0], points["start"][-1]) == (0, 4999)
+        assert len(points["sources"]) == MAX_MEMBERS
+        assert len(held_out.means(10)["start"]) <= 10 and held_out.means(10)["start"][-1] == 4999
 
 
 class TestHistory:
@@ -336,6 +376,15 @@ class TestGuard:
                 assert "access-control-allow-origin" not in answer.headers
 
 
+def everything(recent: RecentRollouts) -> list[dict[str, Any]]:
+    """The groups of all pages."""
+    return [one for page in range(recent.page()["pages"]) for one in recent.page(page=page)["groups"]]
+
+
+def texts_of(group: dict[str, Any]) -> list[str]:
+    return [text for answer in group["answers"] for _, text in answer["parts"]]
+
+
 class TestRecentRollouts:
     def test_each_kind_has_a_ring_of_its_own(self) -> None:
         recent = RecentRollouts(Clock())
@@ -344,24 +393,96 @@ class TestRecentRollouts:
         _, header = body_and_header()
         for _ in range(1000):
             recent.refused(header, InvalidRecord(Rejection.UNAVAILABLE, "at nobody"), None)
-        kinds = [one["kind"] for one in recent.newest()]
+        kinds = [one["kind"] for one in everything(recent)]
         assert (kinds.count("own"), kinds.count("admitted"), kinds.count("refused")) == (1, 1, MAX_GROUPS)
         assert recent.last_number == 1003
 
     def test_a_group_is_shown_with_prompt_answers_rewards_and_why_not(self) -> None:
         recent = RecentRollouts(Clock())
-        recent.show_prompts(lambda ref: f"prompt {ref.index}\x1b")
+        recent.explain(lambda ref: f"prompt {ref.index}\x1b")
         recent.admitted([group("wrong", "wrong", index=3)])
-        (one,) = recent.newest()
+        (one,) = everything(recent)
         assert (one["kind"], one["reason"], one["prompt"]) == ("refused", "no_signal", "prompt 3\\x1b")
-        assert one["answers"] == [{"text": "wrong", "reward": 0.0}] * 2
+        answer = {
+            "parts": (("policy", "wrong"),),
+            "reward": 0.0,
+            "signals": {},
+            "final": None,
+            "tokens": 6,
+            "is_cut": False,
+        }
+        assert one["answers"] == [answer] * 2
 
     def test_texts_answers_and_their_number_are_cut(self) -> None:
         recent = RecentRollouts(Clock())
         recent.own([group(*["a" * 50_000] * 100)])
-        (one,) = recent.newest()
+        (one,) = everything(recent)
         assert len(one["answers"]) == 8 and one["num_answers"] == 100
-        assert len(one["answers"][0]["text"]) < 1300
+        assert len(texts_of(one)[0]) < 1300
+
+    def test_the_end_of_a_long_answer_is_kept_and_its_final_answer_found_in_all_of_it(self) -> None:
+        recent = RecentRollouts(Clock())
+        recent.explain(lambda ref: None, lambda source, text: text[20_000:20_005])
+        recent.own([group("b" * 20_000 + "right" + "c" * 20_000 + "end", "wrong")])
+        answers = everything(recent)[0]["answers"]
+        assert [answer["final"] for answer in answers] == ["right", ""]
+        assert answers[0]["parts"][0][1].startswith("bbb") and answers[0]["parts"][0][1].endswith("cend")
+
+    def test_an_episode_is_shown_turn_by_turn_with_its_signals(self) -> None:
+        recent = RecentRollouts(Clock())
+        one = group("right", "wrong")
+        turns = tuple(Turn(f"guess {n}", f"reply {n}", "tool" if n else "user", n, n + 1) for n in range(20))
+        short, long = (
+            replace(one.rollouts[0], turns=some, signals=(("correct", 1.0),), finished=False)
+            for some in (turns[:2], turns)
+        )
+        recent.own([replace(one, rollouts=(short, long))])
+        first, second = everything(recent)[0]["answers"]
+        assert first["parts"] == (
+            ("policy", "guess 0"), ("user", "reply 0"), ("policy", "guess 1"), ("tool", "reply 1"), ("policy", "right"),
+        )  # fmt: skip
+        assert (first["signals"], first["is_cut"]) == ({"correct": 1.0}, True)
+        assert len(second["parts"]) == 13 and second["parts"][6] == ("left out", "29 turns")
+        assert second["parts"][-1] == ("policy", "right")
+
+    def test_texts_prompts_sources_and_names_are_searched_in_pages(self) -> None:
+        recent = RecentRollouts(Clock())
+        recent.explain(lambda ref: f"What is {ref.index}?")
+        recent.own([group("Apple", "pear", index=number) for number in range(50)])
+        recent.admitted([group("right", "wrong", index=77, author="12D3KooWsomebody")])
+        first = recent.page()
+        assert (len(first["groups"]), first["found"], first["pages"], first["unread"]) == (PAGE_GROUPS, 51, 3, 0)
+        assert [len(recent.page(page=page)["groups"]) for page in (1, 2, 99)] == [20, 11, 11]
+        for find, kind, found in (
+            ("apple", "", 50), ("APPLE", "own", 50), ("apple", "admitted", 0), ("what is 77", "", 1), ("spelling", "", 51),
+            ("12d3koowsome", "", 1), (peer_name("12D3KooWsomebody"), "", 1), ("nowhere", "", 0), ("", "refused", 0),
+        ):  # fmt: skip
+            assert recent.page(kind, find)["found"] == found, (find, kind)
+
+    def test_a_search_builds_prompts_for_a_second_and_says_what_it_has_not_read(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = 0.0
+
+        def slow(ref: TaskRef) -> str:
+            nonlocal now
+            now += 0.3
+            return f"prompt {ref.index}"
+
+        monkeypatch.setattr(recent_rollouts.time, "monotonic", lambda: now)
+        recent = RecentRollouts(Clock())
+        recent.explain(slow)
+        recent.own([group("a", "b", index=number) for number in range(10)])
+        told = [recent.page(find="prompt") for _ in range(4)]
+        assert [(one["found"], one["unread"]) for one in told] == [(4, 6), (8, 2), (10, 0), (10, 0)]
+
+    def test_what_is_kept_is_bounded_in_characters(self) -> None:
+        recent = RecentRollouts(Clock())
+        for number in range(300):
+            recent.own([group(*["\0" * 1200] * 8, index=number)])  # written out, they are four times as long
+        kept = recent._rings["own"]
+        assert 0 < sum(one.num_chars for one in kept) <= MAX_CHARS
+        assert recent._chars["own"] == sum(one.num_chars for one in kept)
 
     def test_a_refused_body_is_opened_where_it_can_be_but_not_in_a_flood(self) -> None:
         clock = Clock()
@@ -372,9 +493,8 @@ class TestRecentRollouts:
         recent.refused(header, error, body)
         clock.now += 2
         recent.refused(header, error, b"garbage")
-        texts = [[answer["text"] for answer in one["answers"]] for one in recent.newest()]
-        assert texts == [[], [], ["mine", "yours"]]
-        assert recent.newest()[0]["detail"] == "claims 1.0, is 0.0"
+        assert [texts_of(one) for one in everything(recent)] == [[], [], ["mine", "yours"]]
+        assert everything(recent)[0]["detail"] == "claims 1.0, is 0.0"
 
     def test_threads_may_tell_and_read_at_once(self) -> None:
         recent = RecentRollouts()
@@ -382,7 +502,7 @@ class TestRecentRollouts:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            recent.newest()
+            recent.page(find="wrong")
         assert recent.last_number == 800
 
 
@@ -537,7 +657,7 @@ class TestNodePage:
             built.append(ref.index)
             return "a prompt"
 
-        page.rollouts.show_prompts(build)
+        page.rollouts.explain(build)
         page.rollouts.own([group(index=number) for number in range(3)])
         async with served(page) as url:
             host, port = urlsplit(url).hostname, urlsplit(url).port
@@ -558,11 +678,59 @@ class TestNodePage:
                 assert len((await client.get(f"{url}api/rollouts")).json()["groups"]) == 4
             assert sorted(built) == [0, 1, 2, 3]
 
+    async def test_searches_wait_in_turn_and_more_than_a_few_are_refused(
+        self, tmp_path: Path, client: httpx.AsyncClient
+    ) -> None:
+        page, _ = node_page(tmp_path)
+        goes_on, running, most = threading.Event(), 0, 0
+
+        def build(ref: TaskRef) -> str:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            assert goes_on.wait(20)
+            running -= 1
+            return "a prompt"
+
+        page.rollouts.explain(build)
+        page.rollouts.own([group()])
+        async with served(page) as url:
+            asked = [asyncio.create_task(client.get(f"{url}api/rollouts?find={number}")) for number in range(12)]
+            done, _ = await asyncio.wait(asked, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+            assert done and all(one.result().status_code == 503 for one in done)
+            goes_on.set()
+            codes = sorted([(await one).status_code for one in asked])
+            assert codes == [200] * 4 + [503] * 8 and most == 1
+            found = (
+                await client.get(f"{url}api/rollouts", params={"find": "A PROMPT", "page": "-1", "kind": "no"})
+            ).json()
+            assert (found["found"], found["page"]) == (1, 0)
+
+    async def test_settings_are_told_with_their_origin_and_without_what_is_private(
+        self, tmp_path: Path, client: httpx.AsyncClient
+    ) -> None:
+        secret = "/ip4/10.9.8.7/tcp/4001/p2p/12D3KooWSecret"
+        config = Config.model_validate({"training": {"lr": 0.5}, "network": {"initial_peers": [secret]}})
+        sources = {("training", "lr"): "/home/somebody/secret-folder/mine.toml", ("node", "dir"): "--node.dir"}
+        page = NodePage(
+            config, tmp_path, NodeControls(SharingPause()), origin=lambda place: sources.get(tuple(map(str, place)))
+        )
+        async with served(page) as url:
+            answer = await client.get(f"{url}api/config")
+        told = {one["key"]: one for one in answer.json()["settings"]}
+        assert told["training.lr"] == {
+            "key": "training.lr", "value": "0.5", "default": "0.001", "is_default": False, "origin": "mine.toml"
+        }  # fmt: skip
+        assert told["node.dir"]["origin"] == "--node.dir" and told["training.max_grad_norm"]["is_default"]
+        assert not told["network.initial_peers"]["is_default"]
+        assert "10.9.8.7" not in answer.text and "somebody" not in answer.text
+
     async def test_in_a_silo_rollouts_need_the_token(self, tmp_path: Path, client: httpx.AsyncClient) -> None:
         page, _ = node_page(tmp_path, swarm={"silo_owner": "1" * 44})
         page.rollouts.own([group()])
         async with served(page) as url:
             assert (await client.get(f"{url}api/rollouts")).status_code == 401
+            assert (await client.get(f"{url}api/config")).status_code == 401
             told = await client.get(f"{url}api/rollouts", headers={TOKEN_HEADER: read_token(tmp_path)})
             assert len(told.json()["groups"]) == 1
 
@@ -576,7 +744,7 @@ class TestNodePage:
                 page._take_row(round_row(number, rng))
             page.show_status(status(200, round_row(2999, rng)))
             answer = await client.get(f"{url}api/summary")
-            assert len(answer.content) < 4000
+            assert len(answer.content) < 8000
             assert answer.json()["round"] == 2999 and len(answer.json()["curve"]["start"]) <= 100
 
 

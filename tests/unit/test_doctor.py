@@ -231,7 +231,7 @@ async def test_stored_peers_are_tried_where_no_initial_one_answers(tmp_path: Pat
             peers, *others = await check_swarm(config, mine)
             assert peers.level is Level.WARNING
             assert f"1 of 1 stored: {identity.peer_name}" in peers.text
-            assert "none of 1 initial peers answers: 127.0.0.1:1 refuses" in peers.text
+            assert "no peer answers (1 initial): 127.0.0.1:1 refuses" in peers.text
             assert set(levels(others)) == {"reachability", "clock", "bandwidth"}
             without = config.model_copy(update={"initial_peers": ()})
             assert levels(await check_swarm(without, mine))["peers"] is Level.OK
@@ -239,7 +239,7 @@ async def test_stored_peers_are_tried_where_no_initial_one_answers(tmp_path: Pat
             await node.stop()
         gone = (await check_swarm(config, mine))[0]
         assert gone.level is Level.PROBLEM
-        assert gone.text.startswith("none of 1 initial and 1 stored peers answers: 127.0.0.1:1 refuses")
+        assert gone.text.startswith("no peer answers (1 initial, 1 stored): 127.0.0.1:1 refuses")
 
 
 async def test_what_one_machine_cannot_show_of_relays_is_not_held_against_a_node(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ async def test_what_one_machine_cannot_show_of_relays_is_not_held_against_a_node
     assert "not known before the first start" in here["reachability"].text
     assert here["relay"].level is Level.OK and "on this machine" in here["relay"].text
     assert elsewhere["relay"].level is Level.WARNING
-    assert "none of the 1 peers asked to relay answers" in elsewhere["relay"].text
+    assert "no peer that is asked to relay answers (1)" in elsewhere["relay"].text
 
 
 async def test_port_of_the_last_start_is_the_one_that_is_looked_at(tmp_path: Path) -> None:

@@ -2,8 +2,13 @@
 
 import asyncio
 import contextlib
+import json
+import os
 import random
+import re
 import socket
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +28,7 @@ from swarm.errors import ConfigError
 from swarm.node.controls import NodeControls
 from swarm.sharing.totals import SharingPause
 from tests.unit.experience_factory import group
+from tests.unit.fake_node import evaluation_row
 from tests.unit.page_factory import round_row, served, status
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
@@ -65,7 +71,7 @@ async def one_node(folder: Path, name: str) -> AsyncIterator[tuple[NodePage, str
 
 
 @contextlib.asynccontextmanager
-async def overview_of(*targets: Target) -> AsyncIterator[tuple[Overview, str]]:
+async def overview_of(*targets: Target | Path) -> AsyncIterator[tuple[Overview, str]]:
     overview = Overview(targets, ObservabilitySection())
     await overview.watch.resolve()
     await overview.watch.poll()
@@ -119,7 +125,9 @@ async def test_a_name_with_several_addresses_is_several_nodes_and_is_looked_up_a
 ODD_PARTS = (
     b'"curve": 5', b'"curve": {"start": "ab"}', b'"curve": {"start": [1]}', b'"curve": {"start": [-5], "reward": [1]}',
     b'"curve": {"start": [1e999], "reward": [1]}', b'"curve": {"start": [1], "reward": ["1"]}', b'"round": "1"',
-    b'"reward": [1]', b'"tokens_per_s": true', b'"peers": {}', b'"started_at": "now"', b'"phase": null',
+    b'"held_out": {"start": [1]}', b'"exchange": [{}]', b'"exchange": [{"peer_id": "a", "groups_admitted": -1}]',
+    b'"exchange": [' + b",".join([b'{"peer_id": "a"}'] * 65) + b"]", b'"reward": [1]',
+    b'"tokens_per_s": true', b'"peers": {}', b'"started_at": "now"', b'"phase": null',
 )  # fmt: skip
 """Of a node's summary: each would stop the page in the middle of drawing all nodes, or spoil their sums."""
 
@@ -160,6 +168,64 @@ async def test_a_node_that_dies_keeps_its_last_numbers_and_says_since_when(tmp_p
             await stack.aclose()
             await overview.watch.poll()
             assert node.error and node.summary["round"] == 7 and node.seen_at == seen_at
+
+
+async def test_folders_are_nodes_too_and_one_that_has_ended_is_shown_from_its_files(tmp_path: Path) -> None:
+    rows = [evaluation_row(0, "start", 0.25), *(round_row(n, random.Random(0)) for n in range(1, 4))]
+    rows.append(evaluation_row(3, "end", 0.75))
+    for name, more in (
+        ("node-2", {}),
+        ("node-10", {"peers": [{"peer_id": "12D", "groups_admitted": 5, "bodies_taken": 2}]}),
+    ):
+        folder = tmp_path / "testbed" / name
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        told = status(0, rows[-2]) | {"pid": 2**22 + 1, "addresses": [], "written_at": 1000.0, "phase": "ended"} | more
+        (folder / "status.json").write_text(json.dumps(told))
+    async with contextlib.AsyncExitStack() as stack:
+        _, url = await stack.enter_async_context(one_node(tmp_path / "testbed" / "node-3", "brave-otter"))
+        port = parse_target(url).port
+        told = status(1, rows[-2]) | {"pid": os.getpid(), "addresses": [], "http_port": port, "written_at": time.time()}
+        (tmp_path / "testbed" / "node-3" / "status.json").write_text(json.dumps(told))
+        overview, base = await stack.enter_async_context(overview_of(tmp_path / "testbed"))
+        listed = {node["label"]: node for node in overview.watch.listed()}
+        assert list(listed) == ["node-2", "node-3", "node-10"]
+        assert listed["node-3"]["is_alive"] and listed["node-3"]["address"] == f"127.0.0.1:{port}"
+        ended = listed["node-10"]
+        assert not ended["is_alive"] and ended["address"] == "" and "it ended after round 3" in ended["error"]
+        assert ended["summary"]["held_out"] == {"start": [0, 3], "reward": [0.25, 0.75]}
+        assert ended["summary"]["exchange"] == [{"peer_id": "12D", "groups_admitted": 5, "bodies_taken": 2}]
+        assert len(ended["summary"]["curve"]["start"]) == 3 and ended["summary"]["verdict"] == "not running"
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        assert (await client.get(f"{base}node/{ended['key']}/api/state")).status_code == 404
+        kept = overview.watch.nodes[ended["key"]]
+        await overview.watch.resolve()
+        assert overview.watch.nodes[ended["key"]] is kept  # its files are read once
+
+
+async def test_a_folder_whose_page_is_elsewhere_is_told_and_never_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "node"
+    folder.mkdir()
+    told = status(0, {}) | {"pid": os.getpid(), "addresses": [], "http_port": 80, "written_at": time.time()}
+    (folder / "status.json").write_text(json.dumps(told))
+    (folder / "config.toml").write_text('[observability]\nhttp_host = "198.51.100.7"\n')
+    async with overview_of(folder) as (overview, _):
+        (node,) = overview.watch.listed()
+        assert node["address"] == "" and "must be an address of this machine" in node["error"]
+
+
+async def test_a_search_is_passed_on_to_the_node(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        page, url = await stack.enter_async_context(one_node(tmp_path, "brave-otter"))
+        page.rollouts.own([group("a needle", "hay"), group("hay", "straw")])
+        _, base = await stack.enter_async_context(overview_of(parse_target(url)))
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        (node,) = (await client.get(f"{base}api/nodes")).json()["nodes"]
+        there = f"{base}node/{node['key']}/api"
+        for find, found in (("NEEDLE", 1), ("hay", 2), ("a&kind=refused", 0)):
+            told = (await client.get(f"{there}/rollouts", params={"find": find, "kind": "own"})).json()
+            assert told["found"] == found
+        assert len((await client.get(f"{there}/config")).json()["settings"]) > 100
 
 
 async def test_a_nodes_page_is_reached_through_the_overview_and_nothing_can_be_changed_there(tmp_path: Path) -> None:
@@ -247,3 +313,21 @@ async def test_an_answer_nested_without_end_is_no_node() -> None:
         async with odd_server(answering(text)) as target, overview_of(target) as (overview, _):
             (node,) = overview.watch.nodes.values()
             assert "nested at most" in node.error
+
+
+def test_the_command_serves_a_page_over_the_nodes_of_a_folder_until_it_is_told_to_end(tmp_path: Path) -> None:
+    folder = tmp_path / "node-1"
+    folder.mkdir()
+    told = status(0, round_row(1, random.Random(0))) | {"pid": 2**22 + 1, "addresses": [], "phase": "ended"}
+    (folder / "status.json").write_text(json.dumps(told))
+    command = [sys.executable, "-m", "swarm.cli.main", "dashboard", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        address = re.fullmatch(r"all nodes on (http://127\.0\.0\.1:\d+/); Ctrl-C ends it\n", serving.stdout.readline())
+        assert address is not None
+        until = time.monotonic() + 30
+        while not (nodes := httpx.get(f"{address[1]}api/nodes", trust_env=False).json()["nodes"]):
+            assert time.monotonic() < until
+        serving.terminate()
+        assert serving.wait(30) == 0
+    assert [(node["label"], node["is_alive"]) for node in nodes] == [("node-1", False)]

@@ -1,5 +1,6 @@
 """`swarm report`: one file about one node or several, whole without anything else, and text of others as text."""
 
+import html
 import json
 import math
 import random
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swarm.errors import NodeNotRunningError
+from swarm.errors import ConfigError, NodeNotRunningError
 from swarm.report.run_report import write_report
 from swarm.report.summary import last_words
 from swarm.report.svg_curves import Curve, smooth, svg_curves, ticks
@@ -58,12 +59,12 @@ def node_folder(folder: Path, num_rounds: int, **told: Any) -> Path:
 
 def test_a_nodes_report_has_curves_tables_and_configuration_and_needs_nothing_else(tmp_path: Path) -> None:
     folder = node_folder(tmp_path / "node", 60)
-    assert write_report(folder, tmp_path / "report.html") == 1
+    assert write_report([folder], tmp_path / "report.html") == 1
     text = (tmp_path / "report.html").read_text()
     tags = Tags(text)
     assert not tags.open and "script" not in tags.seen and "link" not in tags.seen and "img" not in tags.seen
     assert not [name for name, _ in tags.attributes if name in ("src", "href") or name.startswith("on")]
-    assert "default-src 'none'" in text and text.count("<svg") == 4
+    assert "default-src 'none'" in text and text.count("<svg") >= 5
     for told in (
         "brave-otter-3f",
         "0.625",
@@ -81,10 +82,71 @@ def test_a_testbeds_report_has_one_line_per_node(tmp_path: Path) -> None:
         node_folder(
             tmp_path / "testbed" / f"node-{number}", 10 * number, peer_id=f"12D{number}", peer_name=f"name-{number}"
         )
-    assert write_report(tmp_path / "testbed", tmp_path / "report.html") == 3
+    assert write_report([tmp_path / "testbed"], tmp_path / "report.html") == 3
     text = (tmp_path / "report.html").read_text()
-    assert text.count("<path class='line") == 4 * 3
+    assert text.count("<path class='line") == 3 * text.count("<svg")
     assert all(f"node-{number} (name-{number})" in text for number in (1, 2, 3))
+
+
+def text_of(path: Path) -> str:
+    """Its words, as a person sees them."""
+    return html.unescape(re.sub(r"<[^>]*>", " ", path.read_text()))
+
+
+def test_a_run_is_told_as_a_story_with_its_figures(tmp_path: Path) -> None:
+    folder = node_folder(tmp_path / "node", 60)
+    (folder / "metrics.jsonl").open("a").write(json.dumps(round_row(58, random.Random(0))) + "\n")  # after a crash
+    write_report([folder], tmp_path / "report.html")
+    told = text_of(tmp_path / "report.html")
+    assert "held-out tasks, which nobody trains on, " not in told  # the evaluation after round 60 is undone
+    assert "3 rounds had to be done again after a restart" in told
+    assert "on 406 own groups and 348 of others, 46% of all" in told
+    assert "did not end in order so far" in told
+    assert "turned 2,720 away, 1,624 of them as replay: already known; harmless" in told
+    whole = node_folder(tmp_path / "whole", 60)
+    write_report([whole], tmp_path / "report.html")
+    assert "went from 0.25 to 0.62; at least half of that was there at the evaluation after round 60" in text_of(
+        tmp_path / "report.html"
+    )
+
+
+def test_two_runs_stand_beside_each_other(tmp_path: Path) -> None:
+    for name, rounds, accuracy, more in (("a", 30, 0.5, ""), ("b", 60, 0.75, "[training]\nlr = 0.01\n")):
+        folder = node_folder(tmp_path / name / "run", rounds)
+        rows = (folder / "metrics.jsonl").read_text().replace('"accuracy_mean": 0.625', f'"accuracy_mean": {accuracy}')
+        (folder / "metrics.jsonl").write_text(rows)
+        (folder / "config.toml").write_text(f'[swarm]\nname = "same"\n{more}')
+    assert write_report([tmp_path / "a" / "run", tmp_path / "b" / "run"], tmp_path / "both.html") == 2
+    told = " ".join(text_of(tmp_path / "both.html").split())
+    assert "On held-out tasks b/run ends with 0.75, 0.25 higher than a/run with 0.50." in told
+    assert "What a/run ends with, b/run had by the evaluation after round 60." in told
+    assert "Settings that differ setting a/run b/run training.lr not set 0.01" in told
+    assert "held-out reward, last 0.500 0.750 +0.250" in told and "rounds 30 60 +30" in told
+    page = (tmp_path / "both.html").read_text()
+    tags = Tags(page)
+    assert not tags.open and "script" not in tags.seen
+    assert page.count("<path class='line") == 2 * page.count("<svg")
+
+
+def test_nodes_that_were_evaluated_after_other_rounds_count_with_their_last_evaluation(tmp_path: Path) -> None:
+    for name, evaluations in (("a", {0: 0.2, 10: 0.4, 20: 0.6}), ("b", {0: 0.0, 5: 0.8})):
+        folder = node_folder(tmp_path / "bed" / name, 20)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [row for row in rows if row["kind"] == "round"]
+        for place, (number, value) in enumerate(evaluations.items()):
+            rows.insert(number + place, evaluation_row(number, "interval" if number else "start", value))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report([tmp_path / "bed"], tmp_path / "report.html")
+    told = text_of(tmp_path / "report.html")
+    assert "went from 0.10 to 0.70; at least half of that was there at the evaluation after round 5." in told
+    assert "None of them ended in order so far." in told
+    assert "The best node is b with 0.80, the last a with 0.60." in told
+
+
+def test_more_runs_than_a_page_can_hold_are_refused(tmp_path: Path) -> None:
+    folders = [node_folder(tmp_path / str(number), 2) for number in range(9)]
+    with pytest.raises(ConfigError, match="at most 8 runs, got 9"):
+        write_report(folders, tmp_path / "report.html")
 
 
 def test_text_of_others_stays_text(tmp_path: Path) -> None:
@@ -94,7 +156,7 @@ def test_text_of_others_stays_text(tmp_path: Path) -> None:
     rows = round_row(6, random.Random(0), **merge_entries(6, HOSTILE, 3))
     with (folder / "metrics.jsonl").open("a") as log:
         log.write(json.dumps(rows | {"exchange/rejected": {HOSTILE: 3}}) + "\n")
-    write_report(folder, tmp_path / "report.html")
+    write_report([folder], tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     tags = Tags(text)
     assert "script" not in tags.seen and not tags.open
@@ -105,16 +167,16 @@ def test_damaged_and_missing_files_cost_only_what_they_held(tmp_path: Path) -> N
     folder = node_folder(tmp_path / "node", 5)
     (folder / "status.json").write_text("{")
     (folder / "config.toml").unlink()
-    write_report(folder, tmp_path / "report.html")
+    write_report([folder], tmp_path / "report.html")
     assert "5 rounds in all" in (tmp_path / "report.html").read_text()
     (folder / "metrics.jsonl").write_text("")
-    write_report(folder, tmp_path / "report.html")
+    write_report([folder], tmp_path / "report.html")
     assert "No values." in (tmp_path / "report.html").read_text()
 
 
 def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(NodeNotRunningError, match=r"metrics\.jsonl"):
-        write_report(tmp_path, tmp_path / "report.html")
+        write_report([tmp_path], tmp_path / "report.html")
 
 
 def test_a_curve_is_described_and_drawn_to_scale() -> None:

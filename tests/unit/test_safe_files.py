@@ -130,7 +130,7 @@ def test_a_folder_with_a_link_in_it_is_no_nodes_folder(folder: Path, victim: Pat
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text('{"kind": "round", "round": 1}\n')
     (folder / name).symlink_to(victim)
-    for act in (NodeFolder(folder).create, lambda: write_report(folder, folder / "report.html")):
+    for act in (NodeFolder(folder).create, lambda: write_report([folder], folder / "report.html")):
         with pytest.raises(ConfigError, match=rf"files and folders only, got .*{name}: .*got a link; remove it"):
             act()
     assert victim.read_text() == "precious\n"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from swarm.config import Config, dump_toml, parse
-from swarm.config.shareable import HIDDEN, base_name, shareable
+from swarm.config import Config, dump_toml, load, parse
+from swarm.config.shareable import HIDDEN, base_name, shareable, told_settings
 from swarm.machine.node_folder import NodeFolder
 from swarm.node.crash_report import CrashReports
 from swarm.report.run_report import write_report
@@ -107,7 +107,7 @@ def test_reports_and_crash_reports_tell_no_secret(tmp_path: Path) -> None:
         json.dumps({"kind": "evaluation", "round": 1, "phase": "end", "accuracy_mean": 0.5}) + "\n"
     )
     folder.config.write_text(tomli_w.dumps(SETTINGS))
-    write_report(tmp_path, folder.path / "report.html")
+    write_report([tmp_path], folder.path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert SECRET not in page and "max_new_tokens = 24" in page
     reports = CrashReports(folder)
@@ -115,6 +115,21 @@ def test_reports_and_crash_reports_tell_no_secret(tmp_path: Path) -> None:
     told = reports.write("it broke").read_text()
     reports.close()
     assert SECRET not in told and "max_new_tokens = 24" in told and "https://…@host/" in told
+
+
+def test_settings_with_their_origin_tell_no_secret_and_no_folder() -> None:
+    places = {
+        "node.dir": f"/home/{SECRET}",
+        "observability.http_names": f'["{SECRET}"]',
+        "rollouts.stop": f'["{SECRET}"]',
+    }
+    config = load((), places | {"training.lr": "0.5", "tasks.sources": f'[{{"name": "lcm", "system": "{SECRET}"}}]'})
+    told = told_settings(config, lambda place: f"/home/{SECRET}/mine.toml")
+    assert SECRET not in json.dumps(told)
+    by_key = {one["key"]: one for one in told}
+    assert by_key["training.lr"]["value"] == "0.5" and by_key["training.lr"]["origin"] == "mine.toml"
+    assert all(not by_key[key]["is_default"] for key in (*places, "tasks.sources[0]"))
+    assert "name lcm" in by_key["tasks.sources[0]"]["value"]
 
 
 def test_what_is_shared_of_a_whole_configuration_is_toml() -> None:

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from swarm.cli.node.top import Order, View
 from swarm.observability.plain_text import counted, for_how_long, size
 from swarm.observability.status_file import NodeStatus, Word, judge
 from tests import swarm_process
+from tests.unit.fake_node import evaluation_row, round_row
 
 NOW = time.time()
 PEER = {
@@ -179,7 +181,8 @@ def test_top_prints_all_nodes_of_a_testbed_once_where_nobody_watches(tmp_path: P
     for number in (1, 2, 10):
         folder = tmp_path / f"node-{number}"
         folder.mkdir()
-        status_of(time.time(), round=number).write(folder / "status.json")
+        fresh = {"written_at": time.time() + 600}  # however slow this machine is
+        status_of(time.time(), round=number, **fresh).write(folder / "status.json")
     told = swarm("top", str(tmp_path))
     assert told.returncode == 0, told.stderr
     assert "3 nodes, 3 running" in told.stdout
@@ -194,15 +197,62 @@ def test_top_prints_all_nodes_of_a_testbed_once_where_nobody_watches(tmp_path: P
     assert "none: no node is there" in swarm("top", "--json", str(tmp_path / "node-1"), str(tmp_path / "none")).stderr
 
 
-@pytest.mark.parametrize("command", ["status", "dashboard", "peers"])
+@pytest.mark.parametrize("command", ["status", "peers"])
 def test_the_folder_of_a_testbed_is_told_from_that_of_a_node(tmp_path: Path, command: str) -> None:
     for name in ("long-name", "b", "node-10", "node-2"):
         (tmp_path / name).mkdir()
         status_of(time.time()).write(tmp_path / name / "status.json")
     told = swarm(command, str(tmp_path))
     assert told.returncode == 9
-    assert "b, long-name, node-2, node-10 inside it" in told.stderr
+    assert "4 nodes inside it: b, long-name, node-2, node-10;" in told.stderr
     assert f"`swarm top {tmp_path}`" in told.stderr
+
+
+def node_with_rewards(folder: Path, rewards: list[Any], tokens_per_s: float = 10.0) -> None:
+    folder.mkdir()
+    row = ROW | {"rollout/reward_mean": rewards[-1], "rollout/tokens_per_s": tokens_per_s}
+    status_of(time.time(), last_round=row).write(folder / "status.json")
+    rows = [round_row(number, reward) for number, reward in enumerate(rewards, 1)]
+    rows += [evaluation_row(len(rewards), "interval", 0.75)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+def test_top_smooths_rewards_draws_their_trend_and_sorts_by_what_is_asked_for(tmp_path: Path) -> None:
+    node_with_rewards(tmp_path / "node-1", [0.0] * 10 + [1.0, 0.0] * 5, 30.0)
+    node_with_rewards(tmp_path / "node-2", [0.9] * 20, 10.0)
+    node_with_rewards(tmp_path / "node-3", ["x", 1e400, [], -5, 0.25], 20.0)  # by somebody else
+    status_of(time.time(), last_round={}).write(tmp_path / "node-2" / "status.json")
+
+    def order(*options: str) -> list[str]:
+        told = swarm("top", str(tmp_path), *options)
+        assert told.returncode == 0, told.stderr
+        assert all(len(line) <= 80 for line in told.stdout.splitlines())
+        return [line.split()[0] for line in told.stdout.splitlines() if line.startswith("node-")]
+
+    assert order() == ["node-1", "node-2", "node-3"]
+    assert order("--sort", "reward") == ["node-2", "node-1", "node-3"]
+    assert order("--sort", "tok/s") == ["node-1", "node-3", "node-2"]  # the one without a value last
+    lines = swarm("top", str(tmp_path)).stdout.splitlines()
+    (first,) = [line for line in lines if line.startswith("node-1")]
+    assert first.split()[3:6] == ["0.750", "0.500", "▁▁▁▁▁▅▅▅▅▅"]
+    facts = json.loads(swarm("top", "--json", str(tmp_path / "node-1")).stdout)
+    assert (facts["smoothed_reward"], facts["held_out_reward"], facts["reward_mean"]) == (0.5, 0.75, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("", View(Order.node)), ("s", View(Order.state)), ("ssssss", View(Order.node)), ("r", View(Order.node, reverse=True)),
+        ("jj", View(Order.node, skip=2)), ("jjjjjjkx", View(Order.node, skip=1)), ("k", View(Order.node)),
+        ("p", View(Order.node, is_paused=True)), ("js", View(Order.state)), ("pq", None), ("\x04", None),
+    ],
+)  # fmt: skip
+def test_keys_change_what_top_shows(keys: str, expected: View | None) -> None:
+    view: View | None = View(Order.node)
+    for key in keys:
+        assert view is not None
+        view = view.after(key, 3)
+    assert view == expected
 
 
 @pytest.fixture
@@ -238,3 +288,46 @@ def test_top_leaves_the_terminal_as_it_was(tmp_path: Path, terminal: tuple[int, 
     read_until(ours, b"\x1b[?25h", b"\x1b[?1049l")  # cursor and screen are back
     assert watching.wait(60) == 0
     assert termios.tcgetattr(theirs) == before
+
+
+def test_top_obeys_keys_and_gives_the_terminal_back_at_q(tmp_path: Path, terminal: tuple[int, int]) -> None:
+    ours, theirs = terminal
+    before = termios.tcgetattr(theirs)
+    for name, reward in (("node-1", 0.1), ("node-2", 0.9)):
+        node_with_rewards(tmp_path / name, [reward] * 3)
+    command = [
+        sys.executable,
+        "-m",
+        "swarm.cli.main",
+        "top",
+        str(tmp_path),
+        "--interval",
+        "60",
+    ]  # keys do not wait for it
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    watching = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    read_until(ours, b"node\xe2\x86\x93", b"q quit")
+    os.write(ours, b"ssss")
+    shown = read_until(ours, "reward↓".encode()).rpartition("reward↓".encode())[2]
+    shown += read_until(ours, b"node-1") if b"node-1" not in shown else b""
+    assert shown.index(b"node-2") < shown.index(b"node-1")
+    os.write(ours, b"\x1b[B")
+    read_until(ours, b"1 of 2 nodes")
+    os.write(ours, b"q")
+    read_until(ours, b"\x1b[?25h", b"\x1b[?1049l")
+    assert watching.wait(60) == 0
+    assert termios.tcgetattr(theirs) == before
+
+
+def test_top_without_a_keyboard_shows_all_the_same_until_it_is_interrupted(
+    tmp_path: Path, terminal: tuple[int, int]
+) -> None:
+    ours, theirs = terminal
+    status_of(time.time()).write(tmp_path / "status.json")
+    command = [sys.executable, "-m", "swarm.cli.main", "top", str(tmp_path), "--interval", "0.1"]
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    watching = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment)
+    read_until(ours, b"contributing")
+    watching.send_signal(signal.SIGTERM)
+    read_until(ours, b"\x1b[?1049l")
+    assert watching.wait(60) == 0

@@ -2,10 +2,7 @@
 
 import contextlib
 import html
-import ipaddress
 import signal
-import socket
-import tomllib
 import webbrowser
 from pathlib import Path
 
@@ -14,8 +11,7 @@ import typer
 from swarm.cli.arguments import told_by_flags
 from swarm.cli.node.status import start_command
 from swarm.errors import ConfigError, NodeNotRunningError
-from swarm.machine.node_folder import MAX_CONFIG_BYTES
-from swarm.machine.safe_files import read_file, replace_file
+from swarm.machine.safe_files import replace_file
 
 _FLAGS = {"observability.http_port": "--port", "observability.http_host": "--host"}
 """What sets which setting of the overview."""
@@ -23,7 +19,9 @@ _FLAGS = {"observability.http_port": "--port", "observability.http_host": "--hos
 
 def dashboard(
     targets: list[str] = typer.Argument(
-        None, metavar="[DIR | http://HOST:PORT...]", help="A node's folder (runs/node), or addresses of nodes."
+        None,
+        metavar="[DIR | http://HOST:PORT...]",
+        help="A node's folder (runs/node): its page. A testbed's folder, several folders or addresses: a page over all.",
     ),
     is_opened: bool = typer.Option(False, "--open", help="Open the page in a browser."),
     host: str = typer.Option("127.0.0.1", help="Address on which the overview listens."),
@@ -32,68 +30,50 @@ def dashboard(
 ) -> None:
     """Print the address of a node's page with the token for its controls, or serve one page over several nodes.
 
-    A host name with several addresses is several nodes; it is looked up again every 15 s.
+    A host name with several addresses is several nodes. Names and folders are looked at again every 15 s, so that nodes may
+    come and go.
+
+    Examples:
+      swarm dashboard runs/mine --open
+      swarm dashboard runs/testbed
+      swarm dashboard http://10.0.0.2:8400 http://node:8400
     """
+    from swarm.observability.status_file import inner_folders
+
     targets = targets or ["runs/node"]
-    if any("://" in target for target in targets):
-        _serve_overview(targets, host, port, name or [], is_opened)
+    folders = [Path(target) for target in targets if "://" not in target]
+    if len(targets) == 1 and folders and ((folders[0] / "status.json").exists() or not inner_folders(folders[0])):
+        _show_node(folders[0], is_opened)
         return
-    if len(targets) > 1:
-        raise ConfigError(
-            f"there must be one folder or any number of addresses, got {len(targets)} folders; name http://HOST:PORT of each"
-        )
-    _show_node(Path(targets[0]), is_opened)
+    for folder in folders:
+        if not (folder / "status.json").exists() and not inner_folders(folder):
+            raise NodeNotRunningError(
+                f"a node's or a testbed's folder must hold status.json, got none in {folder}; name another folder"
+            )
+    _serve_overview(targets, host, port, name or [], is_opened)
 
 
 def _show_node(folder: Path, is_opened: bool) -> None:
+    from swarm.dashboard.overview import page_place
     from swarm.dashboard.static_files import read_token
+    from swarm.observability.http_server import http_address
     from swarm.observability.status_file import read_status
 
     status = read_status(folder / "status.json")
     if not status.is_alive:
         raise NodeNotRunningError(
-            f"the node must be running, got process {status.pid} that has ended, in {folder}; "
+            f"the node in {folder} must be running, got process {status.pid}, which has ended; "
             f"start it again with {start_command(folder, status)}"
         )
     if not status.http_port:
         raise ConfigError(
             "the node must serve its page, got observability.http = false; set it and start the node again"
         )
-    address = f"{_http_address(folder, status.http_port)}#token={read_token(folder)}"
+    host, port = page_place(folder, status.http_port)
+    address = f"{http_address(host, port)}#token={read_token(folder)}"
     print(address)
     if is_opened:
         _open_unseen(folder, address)
-
-
-def _http_address(folder: Path, port: int) -> str:
-    """Of a page on this machine: the folder may be somebody else's, and what it names is opened in a browser."""
-    from swarm.observability.http_server import http_address
-
-    try:
-        settings = tomllib.loads(read_file(folder / "config.toml", MAX_CONFIG_BYTES).decode())
-    except (OSError, ValueError, RecursionError):
-        settings = {}
-    section = settings.get("observability")
-    host = section.get("http_host", "127.0.0.1") if isinstance(section, dict) else "127.0.0.1"
-    if not _is_of_this_machine(host):
-        raise ConfigError(
-            f"observability.http_host must be an address of this machine, got {str(host)[:100]!r} in {folder}; "
-            "if the node is yours, name its page to the browser by hand"
-        )
-    return http_address(host, port)
-
-
-def _is_of_this_machine(host: object) -> bool:
-    """Whether it is an address that a server can be bound to here. No name is looked up."""
-    if host == "localhost":
-        return True
-    try:
-        family = socket.AF_INET6 if ipaddress.ip_address(str(host)).version == 6 else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as trial:
-            trial.bind((host, 0))
-    except (OSError, ValueError, TypeError):
-        return False
-    return True
 
 
 def _open_unseen(folder: Path, address: str) -> None:
@@ -110,7 +90,7 @@ def _serve_overview(targets: list[str], host: str, port: int, names: list[str], 
     from swarm.dashboard.overview import Overview, parse_target
     from swarm.observability.http_server import http_address
 
-    parsed = [parse_target(target) for target in targets]
+    parsed = [parse_target(target) if "://" in target else Path(target) for target in targets]
     config = ObservabilitySection(http_host=host, http_port=port, http_names=tuple(names))
 
     async def serve() -> None:

@@ -1,4 +1,4 @@
-"""`swarm report`: writes one HTML file about a finished or running run."""
+"""`swarm report`: writes one HTML file about finished or running runs."""
 
 from pathlib import Path
 
@@ -8,12 +8,22 @@ from swarm.observability.plain_text import counted
 
 
 def report(
-    folder: Path = typer.Argument(Path("runs/node"), metavar="[DIR]", help="A node's folder, or a testbed's."),
-    out: Path = typer.Option(None, "--out", help="File to write.", show_default="DIR/report.html"),
+    folders: list[Path] = typer.Argument(
+        None, metavar="[DIR]...", help="A node's folder, or a testbed's; several are set beside each other."
+    ),
+    out: Path = typer.Option(None, "--out", help="File to write.", show_default="report.html in the first DIR"),
 ) -> None:
-    """Write curves, peers, exchange, merges and configuration of a run to one self-contained file."""
+    """Write a run's story, curves, peers, exchange, merges and configuration to one self-contained file.
+
+    With several folders, also their figures beside each other and the settings in which they differ.
+
+    Examples:
+      swarm report runs/mine
+      swarm report runs/before runs/after --out beside.html
+    """
     from swarm.report.run_report import write_report
 
-    path = out or folder / "report.html"
-    num_nodes = write_report(folder, path)
-    print(f"wrote {path}: {counted(num_nodes, 'node')}")
+    folders = folders or [Path("runs/node")]
+    path = out or folders[0] / ("report.html" if len(folders) == 1 else "beside.html")
+    num_nodes = write_report(folders, path)
+    print(f"wrote {path}: {counted(num_nodes, 'node')}" + (f" of {len(folders)} runs" if len(folders) > 1 else ""))

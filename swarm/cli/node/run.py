@@ -83,7 +83,7 @@ def run(
     if supervised:
         raise typer.Exit(_supervise(config or [], fresh=fresh))
     prepare_imports(resolved)
-    run_to_the_end(resolved, fresh=fresh, end_when_stuck=end_when_stuck)
+    run_to_the_end(resolved, origin, fresh=fresh, end_when_stuck=end_when_stuck)
 
 
 def _check_home(folder: Path, source: str) -> None:
@@ -97,13 +97,13 @@ def _check_home(folder: Path, source: str) -> None:
         )
 
 
-def run_to_the_end(config: "Config", *, fresh: bool, end_when_stuck: bool) -> None:
+def run_to_the_end(config: "Config", origin: "Origin", *, fresh: bool, end_when_stuck: bool) -> None:
     """Run a node in this process, and print what it has learned. Raises SwarmError."""
     from swarm.cli.swarm.passphrase import unlock
     from swarm.node.process import run_node
     from swarm.report.summary import last_words
 
-    run_node(config, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
+    run_node(config, origin, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
     for line in last_words(config.node.dir):
         print(line)
 

@@ -54,7 +54,7 @@ def status(
         print(json.dumps(asdict(current) | facts))
     if not current.is_alive:
         raise NodeNotRunningError(
-            f"the node must be running, got process {current.pid} that has ended, in {folder}; "
+            f"the node in {folder} must be running, got process {current.pid}, which has ended; "
             f"start it again with {start_command(folder, current)}"
         )
 
@@ -130,9 +130,10 @@ def _lines(folder: Path, current: "NodeStatus") -> Lines:
     """The most important first: what does not fit on the screen is left to --json."""
     now, row = time.time(), current.last_round
     state = f"{current.phase}, up for {for_how_long(now - current.started_at)}, process {current.pid}"
+    was = "" if current.phase in ("ended", "failed") else f"; it was {current.phase} last"
     lines: Lines = [
         ("node", current.peer_name),
-        ("state", state if current.is_alive else f"not running; its last phase was {current.phase}"),
+        ("state", state if current.is_alive else "not running" + was),
         ("round", f"{current.round}, policy version {current.policy_version}{_speed(row)}"),
     ]
     if row:
@@ -141,7 +142,7 @@ def _lines(folder: Path, current: "NodeStatus") -> Lines:
     if crash := last_crash(folder):
         lines.append(("crash", f"{crash.name}, {for_how_long(now - crash.lstat().st_mtime)} ago"))
     lines.append(("disk", f"{size(folder_bytes(folder))} in its folder, {size(shutil.disk_usage(folder).free)} free"))
-    lines += _merge_lines(row)
+    lines += _merge_lines(current, row)
     if current.final_merge:
         final = current.final_merge
         applied = "applied" if final["final/is_taken"] else "not applied: worse on private tasks"
@@ -170,7 +171,7 @@ def _reward(current: "NodeStatus", row: dict[str, Any]) -> str:
 
 
 def _learned(row: dict[str, Any]) -> str:
-    return f"from {row['train/own_groups_total']} own and {row['train/swarm_groups_total']} swarm groups"
+    return f"from {row['train/own_groups_total']} own groups and {row['train/swarm_groups_total']} of peers"
 
 
 def _exchange_lines(current: "NodeStatus", row: dict[str, Any], now: float) -> Lines:
@@ -197,16 +198,24 @@ def _exchange_lines(current: "NodeStatus", row: dict[str, Any], now: float) -> L
     if current.num_connected is not None:
         names = ", ".join(peer["name"] for peer in current.peers[:_MAX_NAMES])
         known = f"; known: {len(current.peers)}, last {names}" if names else ""
-        lines.append(("peers", f"{current.num_connected} connected{known}"))
+        were = "" if current.is_alive else " at its end"
+        lines.append(("peers", f"{current.num_connected} connected{were}{known}"))
     return lines
 
 
-def _merge_lines(row: dict[str, Any]) -> Lines:
+def _merge_lines(current: "NodeStatus", row: dict[str, Any]) -> Lines:
     """For a node that merges: how often it did, and the weight of its last partner."""
+    from swarm.observability.status_file import name_of
+
     if "merge/merges_total" not in row:
         return []
     alone = ", ".join(f"{why} {count}" for why, count in row["merge/reasons"].items() if why != "merged")
     lines = [("merged", f"{row['merge/merges_total']} times; outer steps without a partner: {alone or 'none'}")]
     if "merge/partner" in row:
-        lines.append(("last merge", f"{row['merge/partner_share']:.2f} of {row['merge/partner']}"))
+        lines.append(
+            (
+                "last merge",
+                f"with {name_of(current, row['merge/partner'])}, at a weight of {row['merge/partner_share']:.2f}",
+            )
+        )
     return lines

@@ -134,7 +134,7 @@ def join(
         print(dump_toml(config, origin), end="")
         return
     take_up(config)
-    run_to_the_end(config, fresh=fresh, end_when_stuck=end_when_stuck)
+    run_to_the_end(config, origin, fresh=fresh, end_when_stuck=end_when_stuck)
 
 
 def introduce(manifest: "Manifest", *, is_known: bool) -> None:

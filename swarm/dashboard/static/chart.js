@@ -1,16 +1,9 @@
 // A curve over rounds as SVG: the mean as a line, least to greatest as a shade. Read with a pointer or the arrow keys.
 
-import { make, number, say, short } from "./dom.js";
+import { make, number, say, short, svg } from "./dom.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const MARGIN = { left: 44, right: 12, top: 10, bottom: 22 };
 const HEIGHT = 190;
-
-function svg(tag, attributes = {}) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  return element;
-}
 
 /** Round numbers that cover [low, high], about `count` of them. */
 export function ticks(low, high, count) {
@@ -44,10 +37,11 @@ const inspected = new Set();
 
 export class Chart {
   /** `unit`: behind values, such as " tokens/s". `lines`: several named curves in place of one with its shade. */
-  constructor(place, title, { unit = "", floor = null, lines = false } = {}) {
+  constructor(place, title, { unit = "", floor = null, lines = false, isSparse = false } = {}) {
     this.title = title;
     this.unit = unit;
     this.floor = floor;
+    this.isSparse = isSparse;
     this.points = null;
     this.at = null;
     this.width = 0;
@@ -81,9 +75,10 @@ export class Chart {
     return this.points ? this.points.start.length : 0;
   }
 
-  /** `points`: {start, width, mean, min, max}, or with several lines {start, width, curves: [{name, values}]}. */
+  /** `points`: {start, width, mean, min, max}, or with several lines {start, width, curves: [{name, values}]}; `isRaw`: few points,
+   * which are not smoothed but marked. */
   show(points) {
-    this.points = points;
+    this.points = this.isSparse ? known(points) : points;
     this.draw();
   }
 
@@ -125,9 +120,10 @@ export class Chart {
 
   drawGrid({ x, y, low, high, first, last }) {
     const marks = [];
-    for (const value of ticks(low, high, 4)) {
+    const values = ticks(low, high, 4);
+    for (const value of values) {
       marks.push(svg("line", { x1: MARGIN.left, x2: this.width - MARGIN.right, y1: y(value), y2: y(value) }));
-      marks.push(label(short(value), MARGIN.left - 6, y(value) + 4, "end"));
+      marks.push(label(onAxis(value, values), MARGIN.left - 6, y(value) + 4, "end"));
     }
     for (const round of ticks(first, last, this.width > 420 ? 6 : 4)) {
       if (Number.isInteger(round)) marks.push(label(round < 10000 ? number(round) : short(round), x(round), HEIGHT - 5, "middle"));
@@ -151,9 +147,12 @@ export class Chart {
     curves.forEach((curve, place) => {
       const line = this.lines.children[place] || this.lines.appendChild(svg("path"));
       line.setAttribute("class", `line hue-${place % 8} dash-${Math.floor(place / 8) % 4}`);
-      line.setAttribute("d", path(start.map(x), smooth(curve.values, 5).map(orNull(y))));
+      const isFew = this.points.isRaw && start.length < 40;
+      const shown = this.points.isRaw ? curve.values : smooth(curve.values, Math.min(21, Math.max(1, Math.round(start.length / 16))));
+      const places = [...start.keys()].filter((place) => typeof shown[place] === "number");  // rounds without one are passed over
+      line.setAttribute("d", path(places.map((place) => x(start[place])), places.map((place) => orNull(y)(shown[place])), isFew));
     });
-    this.legend.hidden = curves.length === 0 || curves.length > 16;
+    this.legend.hidden = curves.length < 2 || curves.length > 16;
     if (this.legend.hidden) return;
     while (this.legend.children.length > curves.length) this.legend.lastChild.remove();
     curves.forEach((curve, place) => {
@@ -167,7 +166,10 @@ export class Chart {
     const { start, mean } = this.points;
     this.pad.setAttribute("aria-valuemax", String(Math.max(0, this.count() - 1)));
     if (this.isMany) {
-      this.plot.setAttribute("aria-label", `${this.title}: ${this.points.curves.length} curves; the table below has the latest values`);
+      const last = this.points.curves.map((curve) => [curve.name, curve.values.findLast((value) => typeof value === "number")]);
+      const told = last.map(([name, value]) => `${name} ${short(value)}${this.unit}`).join(", ");
+      this.plot.setAttribute("aria-label", `${this.title}: ${told || "no values yet"}`);
+      if (this.at === null) say(this.now, last.length === 1 ? `${short(last[0][1])}${this.unit}` : "");
       return;
     }
     const known = mean.filter((value) => value !== null);
@@ -183,9 +185,17 @@ export class Chart {
     const { first, last } = this.scales();
     const part = (event.clientX - this.pad.getBoundingClientRect().left - MARGIN.left) / (this.width - MARGIN.left - MARGIN.right);
     const round = first + Math.min(1, Math.max(0, part)) * (last - first);
-    let place = this.points.start.findIndex((start) => start + this.points.width > round);
-    if (place < 0) place = this.count() - 1;
-    for (const chart of inspected) if (!chart.isMany || chart === this) chart.inspect(place);
+    for (const chart of inspected) if (chart.count() && chart.width) chart.inspect(chart.placeOf(round));
+  }
+
+  /** The bucket that a round is in, or the nearest one. */
+  placeOf(round) {
+    const { start, width } = this.points, middle = (width - 1) / 2;
+    let best = 0;
+    start.forEach((first, place) => {
+      if (Math.abs(first + middle - round) < Math.abs(start[best] + middle - round)) best = place;
+    });
+    return best;
   }
 
   key(event) {
@@ -204,7 +214,7 @@ export class Chart {
     }
     this.at = place;
     const { start, width } = this.points;
-    const rounds = width > 1 ? `rounds ${start[place]}–${start[place] + width - 1}` : `round ${start[place]}`;
+    const rounds = width > 1 ? `rounds ${number(start[place])}–${number(start[place] + width - 1)}` : `round ${number(start[place])}`;
     const { x, y } = this.scales();
     this.cross.setAttribute("visibility", "visible");
     const left = x(start[place] + (this.isMany ? 0 : (width - 1) / 2));
@@ -229,19 +239,33 @@ export class Chart {
 
   valuesAt(place) {
     this.crossDot.setAttribute("visibility", "hidden");
-    const known = this.points.curves.map((curve) => curve.values[place]).filter((value) => value !== null && value !== undefined);
+    const known = this.points.curves.map((curve) => [curve.name, curve.values[place]]).filter(([, value]) => typeof value === "number");
     if (!known.length) return "no value";
-    const mean = known.reduce((a, b) => a + b) / known.length;
-    return `mean ${short(mean)} of ${known.length}, ${short(Math.min(...known))} to ${short(Math.max(...known))}`;
+    if (known.length === 1 && this.points.curves.length === 1) return `${short(known[0][1])}${this.unit}`;
+    if (known.length <= 4) return known.map(([name, value]) => `${name} ${short(value)}`).join(", ");
+    const values = known.map(([, value]) => value), mean = values.reduce((a, b) => a + b) / values.length;
+    return `mean ${short(mean)} of ${values.length}, ${short(Math.min(...values))} to ${short(Math.max(...values))}`;
   }
 
   leave() {
     this.at = null;
     this.cross.setAttribute("visibility", "hidden");
     if (!this.points) return;
-    if (this.isMany) say(this.now, "");
-    else this.describe();
+    this.describe();
   }
+}
+
+/** The buckets that have a value. */
+function known({ start, width, mean, min, max }) {
+  const places = [...mean.keys()].filter((place) => typeof mean[place] === "number");
+  const of = (values) => places.map((place) => values[place]);
+  return { start: of(start), width, mean: of(mean), min: of(min), max: of(max) };
+}
+
+/** All marks of an axis have the same number of decimals. */
+function onAxis(value, values) {
+  const step = values.length > 1 ? values[1] - values[0] : Math.abs(value) || 1;
+  return Math.abs(value) >= 10000 ? short(value) : number(value, step >= 1 ? 0 : Math.min(4, Math.ceil(-Math.log10(step) - 1e-9)));
 }
 
 const orNull = (scale) => (value) => (value === null || value === undefined ? null : scale(value));
@@ -252,13 +276,15 @@ function label(text, x, y, anchor) {
   return element;
 }
 
-function path(xs, ys) {
+/** `isMarked`: with a small cross at each point. */
+function path(xs, ys, isMarked = false) {
   let isOn = false;
   const parts = [];
   xs.forEach((x, place) => {
-    if (ys[place] === null) isOn = false;
+    if (ys[place] === null || ys[place] === undefined) isOn = false;
     else {
       parts.push(`${isOn ? "L" : "M"}${x.toFixed(1)} ${ys[place].toFixed(1)}`);
+      if (isMarked) parts.push("m-3 0h6m-3 -3v6m0 -3");
       isOn = true;
     }
   });

@@ -14,6 +14,12 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+export function svg(tag, attributes = {}) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
+}
+
 /** Only where it differs, so that nothing is laid out, selected text lost or read aloud again for no change. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -30,10 +36,11 @@ export function number(value, digits = 0) {
   return value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
 }
 
-/** About three digits, whatever the size. */
+/** About three digits, whatever the size; a whole number as such. */
 export function short(value) {
   if (typeof value !== "number" || !Number.isFinite(value)) return NONE;
   const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 10000) return number(value);
   if (size >= 10000) return `${number(value / 1000, size < 100000 ? 1 : 0)}k`;
   return number(value, size >= 100 || value === 0 ? 0 : size >= 10 ? 1 : size >= 0.01 ? 2 : 4);
 }

@@ -4,18 +4,41 @@ import { Chart } from "./chart.js";
 import { Controls, removeControls } from "./controls.js";
 import { ago, byId, bytes, duration, fillFacts, make, number, say, short, showIf } from "./dom.js";
 import { Live } from "./live.js";
+import { SwarmMap } from "./map.js";
 import { Rollouts } from "./rollouts.js";
 import { Table } from "./table.js";
 
-const view = { status: {}, peers: [], series: { start: [], width: 1 }, merges: [], reasons: {}, swarm: "", mergesAdapters: false, skewS: 0, dirty: new Set() };
+const NO_EVALUATIONS = { start: [], mean: [], sources: {} };
+const view = { status: {}, peers: [], series: { start: [], width: 1 }, evaluations: NO_EVALUATIONS, merges: [], reasons: {}, swarm: "", mergesAdapters: false, skewS: 0, dirty: new Set() };
 const nowS = () => Date.now() / 1000 + view.skewS;
 const isViewed = document.body.dataset.mode === "viewed";
 
 // ---- parts ---------------------------------------------------------------------------------------------------------
 
-const CHARTS = { reward: ["Reward", { floor: 0 }], entropy: ["Entropy", { unit: " nats", floor: 0 }], tokens_per_s: ["Throughput", { unit: " tokens/s", floor: 0 }], staleness: ["Staleness", { unit: " versions", floor: 0 }] };
-const charts = Object.entries(CHARTS).map(([name, [title, options]]) => [name, new Chart(byId("charts"), title, options)]);
+// Of one metric: its title, and the options of its chart. Of several: `lines`, and how its curves are found.
+const NOW = {
+  held_out: ["Reward on held-out tasks", { floor: 0, lines: true }],
+  reward: ["Reward of sampled answers", { floor: 0 }],
+  share: ["Groups trained on, by round", { floor: 0, lines: true }],
+  tokens_per_s: ["Throughput", { unit: " tokens/s", floor: 0 }],
+};
+const LEARNING = {
+  held_out_sources: ["Held-out reward by task", { floor: 0, lines: true }],
+  sources: ["Sampled reward by task", { floor: 0, lines: true }],
+  signals: ["Reward by signal", { floor: 0, lines: true }],
+  loss: ["Loss", {}],
+  grad_norm: ["Gradient norm", { floor: 0 }],
+  kl: ["KL to the base", { unit: " nats", floor: 0, isSparse: true }],
+  entropy: ["Entropy", { unit: " nats", floor: 0 }],
+  clipped: ["Clipped tokens", { floor: 0, unit: " of all" }],
+  staleness: ["Staleness", { unit: " versions", floor: 0 }],
+};
+const made = (place, charts) => Object.entries(charts).map(([name, [title, options]]) => [name, new Chart(byId(place), title, options)]);
+const charts = new Map([...made("charts-now", NOW), ...made("charts-learning", LEARNING)]);
+const METRICS = ["reward", "own", "swarm", "loss", "grad_norm", "kl", "entropy", "clipped", "staleness", "tokens_per_s"];
+const FAMILIES = ["sources", "signals"];
 
+const map = new SwarmMap(byId("map"), "Who gave what to whom");
 const peers = new Table(byId("peers-table"), "Peers of this node", [
   { key: "name", title: "Name", kind: "name", text: (p) => p.name || "–", sort: (p) => p.name, title_of: (p) => p.peer_id || "" },
   { key: "lineage", title: "Lineage", kind: "code", text: (p) => (p.lineage ? String(p.lineage).slice(0, 8) : "–"), sort: (p) => p.lineage, title_of: (p) => p.lineage || "", hint: "Nodes of the same lineage can share log-probs and merge" },
@@ -23,6 +46,7 @@ const peers = new Table(byId("peers-table"), "Peers of this node", [
   { key: "reward", title: "Reward", kind: "number", text: (p) => number(p.reward_mean, 2), sort: (p) => p.reward_mean, hint: "Mean reward of its admitted groups, computed by this node" },
   { key: "version", title: "Version", kind: "number", text: (p) => number(p.policy_version), sort: (p) => p.policy_version },
   { key: "groups", title: "Groups", kind: "number", text: (p) => number(p.groups_admitted), sort: (p) => p.groups_admitted, hint: "Groups of this peer that were admitted" },
+  { key: "taken", title: "Fetched", kind: "number", text: (p) => number(p.bodies_taken), sort: (p) => p.bodies_taken, hint: "Records of this node that the peer fetched here" },
   { key: "rejected", title: "Rejected", kind: "number", text: (p) => number(p.records_rejected), sort: (p) => p.records_rejected },
   { key: "seen", title: "Last seen", kind: "number", text: (p) => (p.banned_until > nowS() ? `ignored for ${duration(p.banned_until - nowS())}` : ago(p.last_seen_at, nowS())), sort: (p) => p.last_seen_at },
 ], (p) => p.peer_id, "No peer known yet. A node learns alone until it finds others.");
@@ -36,7 +60,7 @@ const rejected = new Table(byId("rejected-table"), "Rejected records, by reason"
   { key: "reason", title: "Reason", kind: "name", text: ([reason]) => reason, sort: ([reason]) => reason },
   { key: "words", title: "In plain words", kind: "words", text: ([reason]) => view.reasons[reason] || "" },
   { key: "count", title: "Count", kind: "number", text: ([, count]) => number(count), sort: ([, count]) => count },
-], ([reason]) => reason, "Nothing yet.");
+], ([reason]) => reason, "Nothing was rejected.");
 rejected.sortBy(rejected.columns[2], true);
 
 const merges = new Table(byId("merges-table"), "Merges with partners, newest first", [
@@ -60,14 +84,59 @@ const stages = new Table(byId("stages-table"), "Stages of the policy", [
   { key: "holder", title: "Held by", kind: "code", text: (s) => s.holder },
 ], (s) => s.stage, "");
 
-const controls = isViewed ? null : new Controls(() => rollouts.again());
+const settings = new Table(byId("config-table"), "Settings", [
+  { key: "key", title: "Setting", kind: "name", text: (s) => s.key, sort: (s) => s.key },
+  { key: "value", title: "Value", kind: "words", text: (s) => s.value || "not set" },
+  { key: "default", title: "Default", kind: "words", text: (s) => (s.is_default ? "the same" : s.default || "not set") },
+  { key: "origin", title: "Comes from", kind: "code", text: (s) => s.origin || (s.is_default ? "default" : "not recorded"), sort: (s) => s.origin },
+], (s) => s.key, "No setting differs from its default, or none fits.");
+function filterSettings() {
+  const wanted = byId("config-find").value.trim().toLowerCase(), isChanged = byId("config-changed").checked;
+  settings.filter = (s) => (!isChanged || !s.is_default) && [s.key, s.value, s.origin].some((text) => text.toLowerCase().includes(wanted));
+  settings.draw();
+}
+byId("config-find").addEventListener("input", filterSettings);
+byId("config-changed").addEventListener("change", filterSettings);
+
+async function loadSettings() {
+  try {
+    const answer = await fetch("api/config", { headers: controls ? controls.headers() : {}, cache: "no-store" });
+    const told = await answer.json();
+    if (!answer.ok) throw new Error(told.error || `status ${answer.status}`);
+    settings.show(told.settings);
+    filterSettings();
+  } catch (error) {
+    say(byId("config-note"), `The settings could not be loaded: ${error.message}`);
+  }
+}
+
+const controls = isViewed ? null : new Controls(() => { rollouts.again(); open(); });
 const rollouts = new Rollouts(() => (controls ? controls.headers() : {}), () => view.reasons);
 if (isViewed) {
   removeControls();
   byId("home").href = "../../";
   byId("home").title = "All nodes";
-  for (const id of ["metrics-link", "health-link"]) byId(id).remove();
+  document.querySelector("footer").replaceChildren(byId("version"));
 }
+
+// ---- views ---------------------------------------------------------------------------------------------------------
+
+const VIEWS = ["now", "learning", "swarm", "rollouts", "config"];
+
+/** Show the view that the address names, the first one where it names none. */
+function open() {
+  const wanted = location.hash.slice(1), name = VIEWS.includes(wanted) ? wanted : VIEWS[0];
+  for (const one of VIEWS) {
+    showIf(byId(`view-${one}`), one === name);
+    const link = document.querySelector(`nav a[href="#${one}"]`);
+    if (one === name) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  for (const id of ["tiles", "advice"]) byId(id).classList.toggle("elsewhere", name !== "now");
+  if (name === "config") loadSettings();
+}
+addEventListener("hashchange", () => { open(); scrollTo(0, 0); });
+open();
 
 // ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -81,17 +150,53 @@ const PARTS = {
   peers: () => {
     peers.show(view.peers);
     say(byId("peers-title"), view.peers.length ? `Peers (${view.peers.length})` : "Peers");
-    showIf(document.querySelector(".find"), view.peers.length > 8);
+    showIf(document.querySelector("#peers .find"), view.peers.length > 8);
+    drawMap();
   },
   series: () => {
-    for (const [name, chart] of charts) chart.show({ start: view.series.start, width: view.series.width, ...view.series[name] });
     const { width, start } = view.series;
+    for (const name of METRICS) if (charts.has(name)) charts.get(name).show({ start, width, ...view.series[name] });
+    charts.get("share").show({ start, width, curves: [{ name: "own", values: view.series.own?.mean || [] }, { name: "of peers", values: view.series.swarm?.mean || [] }] });
+    for (const family of FAMILIES) showCurves(family, { start, width, curves: named(view.series[family]) });
     say(byId("curves-note"), !start.length ? "The curves begin with the first round."
-      : width > 1 ? `One point for ${width} rounds: the line is their smoothed mean, the shaded area shows minimum and maximum. Arrow keys read values.`
+      : width > 1 ? `One point for ${number(width)} rounds: the line is their smoothed mean, the shaded area shows minimum and maximum. Arrow keys read values.`
         : "One point per round; the bold line is smoothed. Arrow keys read values.");
+  },
+  evaluations: () => {
+    const { start, mean, sources } = view.evaluations;
+    showCurves("held_out", { start, width: 1, isRaw: true, curves: start.length ? [{ name: "all tasks", values: mean }] : [] });
+    showCurves("held_out_sources", { start, width: 1, isRaw: true, curves: named(sources) });
+    drawStatus();
   },
   merges: () => merges.show(view.merges),
 };
+
+const named = (curves) => Object.entries(curves || {}).map(([name, values]) => ({ name, values }));
+
+function showCurves(name, points) {
+  const chart = charts.get(name);
+  chart.show(points);
+  showIf(chart.figure, points.curves.length > 0);
+}
+
+const MOST_ON_MAP = 12;
+
+function drawMap() {
+  const given = (p) => (p.groups_admitted || 0) + (p.bodies_taken || 0);
+  const shown = [...view.peers].sort((a, b) => given(b) - given(a)).slice(0, MOST_ON_MAP);
+  const nodes = [{ id: "", name: view.status.peer_name || "this node", isCentre: true }, ...shown.map((p) => ({ id: String(p.peer_id), name: String(p.name || p.peer_id) }))];
+  const edges = shown.flatMap((p) => [
+    { from: String(p.peer_id), to: "", weight: p.groups_admitted || 0, unit: "groups" },
+    { from: "", to: String(p.peer_id), weight: p.bodies_taken || 0, unit: "records" },
+  ]);
+  map.show(nodes, edges, view.peers.length > MOST_ON_MAP ? `the ${MOST_ON_MAP} of ${view.peers.length} peers with most exchange` : "");
+}
+
+function change(values, digits) {
+  const known = (values || []).filter((value) => typeof value === "number");
+  if (!known.length) return "–";
+  return known.length < 2 ? number(known[0], digits) : `${number(known[0], digits)} → ${number(known[known.length - 1], digits)}`;
+}
 
 function drawStatus() {
   const s = view.status, row = s.last_round || {};
@@ -103,15 +208,17 @@ function drawStatus() {
   byId("phase").dataset.phase = s.phase || "starting";
   say(byId("about"), [s.started_at ? `for ${duration(nowS() - s.started_at)}` : "", view.swarm ? `in the swarm “${view.swarm}”` : ""].filter(Boolean).join(" "));
   say(byId("peer-id"), s.peer_id || "");
+  say(byId("verdict"), s.verdict ? `${s.verdict}: ${s.why || ""}` : "");
+  byId("verdict").dataset.verdict = s.verdict || "";
   fillFacts(byId("tiles"), [
-    ["Reward", number(row["rollout/reward_mean"], 3)],
+    ["Held-out reward", change(view.evaluations.mean, 2)],
     ["Round", number(s.round)],
-    ["Policy version", number(s.policy_version)],
+    ["Sampled reward", number(row["rollout/reward_mean"], 3)],
+    ["Own + peers", row["train/own_groups_total"] === undefined ? "–" : `${short(row["train/own_groups_total"])} + ${short(row["train/swarm_groups_total"])}`],
     ["Tokens/s", short(row["rollout/tokens_per_s"])],
     ["Round time", row["time/round_s"] === undefined ? "–" : `${number(row["time/round_s"], 1)} s`],
     ["Connected peers", number(row["network/peers"])],
-    ["Own groups", short(row["train/own_groups_total"])],
-    ["Peers’ groups", short(row["train/swarm_groups_total"])],
+    ["Policy version", number(s.policy_version)],
   ]);
   drawAdvice(s, row);
   drawExchange(s, row);
@@ -164,12 +271,13 @@ function mark(...parts) {
 // ---- what comes in -------------------------------------------------------------------------------------------------
 
 function takeState(state) {
+  for (const family of FAMILIES) state.series[family] = Object.assign(Object.create(null), state.series[family]);  // names are anybody's
   view.skewS = state.now_s - Date.now() / 1000;
-  Object.assign(view, { status: state.status, peers: state.peers, series: state.series, merges: state.merges, reasons: state.reasons, swarm: state.swarm, mergesAdapters: state.merges_adapters });
+  Object.assign(view, { status: state.status, peers: state.peers, series: state.series, evaluations: state.evaluations || NO_EVALUATIONS, merges: state.merges, reasons: state.reasons, swarm: state.swarm, mergesAdapters: state.merges_adapters });
   say(byId("version"), `swarm ${state.version}`);
   if (controls) controls.show(state.controls);
   rollouts.announce(state.rollouts);
-  mark("status", "peers", "series", "merges");
+  mark("status", "peers", "series", "evaluations", "merges");
 }
 
 /** The newest bucket, again or for the first time; where buckets became wider the whole curve is fetched. */
@@ -182,7 +290,12 @@ function takePoint(point) {
   }
   const place = start === last ? series.start.length - 1 : series.start.length;
   series.start[place] = start;
-  for (const name of Object.keys(CHARTS)) for (const kind of ["mean", "min", "max"]) series[name][kind][place] = point[name][kind][0];
+  for (const name of METRICS) for (const kind of ["mean", "min", "max"]) series[name][kind][place] = point[name][kind][0];
+  for (const family of FAMILIES) for (const [name, values] of Object.entries(point[family])) {
+    const curve = series[family][name] ||= [];
+    while (curve.length < place) curve.push(null);
+    curve[place] = values[0];
+  }
   mark("series");
 }
 
@@ -200,6 +313,10 @@ const live = new Live(takeState, {
     if (event.merge) view.merges = [event.merge, ...view.merges].slice(0, 50);
     takePoint(event.point);
     if (event.merge) mark("merges");
+  },
+  evaluations: (event) => {
+    view.evaluations = event.evaluations;
+    mark("evaluations");
   },
   rollouts: (event) => rollouts.announce(event.number),
   controls: (event) => controls && controls.show(event.controls),

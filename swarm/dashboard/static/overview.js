@@ -3,45 +3,88 @@
 import { Chart } from "./chart.js";
 import { ago, byId, fillFacts, make, number, say, short } from "./dom.js";
 import { tell } from "./live.js";
+import { SwarmMap } from "./map.js";
 import { Table } from "./table.js";
 
-const PAUSE_MS = 3000, MAX_POINTS = 100;
+const PAUSE_MS = 3000, MAX_POINTS = 100, MOST_ON_MAP = 24;
 
-const chart = new Chart(byId("charts"), "Mean reward of sampled answers, by round", { floor: 0, lines: true });
-chart.figure.classList.add("large");
+const heldOut = new Chart(byId("charts"), "Reward on held-out tasks, by round", { floor: 0, lines: true });
+const sampled = new Chart(byId("charts"), "Reward of sampled answers, by round", { floor: 0, lines: true });
+const map = new SwarmMap(byId("map"), "Who gave groups to whom");
 
 const of = (name) => (node) => node.summary[name];
 const nowS = () => Date.now() / 1000;
+const nameOf = (node) => node.label || node.summary.name || node.address;
+const last = (node) => node.summary.held_out?.reward.at(-1);
 const table = new Table(byId("nodes-table"), "All nodes", [
-  { key: "name", title: "Node", kind: "name", render: link, sort: of("name") },
-  { key: "state", title: "State", text: state, sort: state, title_of: (node) => node.error },
+  { key: "name", title: "Node", kind: "name", render: link, sort: nameOf, title_of: (node) => [node.summary.name, node.address && `at ${node.address}`].filter(Boolean).join(" ") },
+  { key: "state", title: "State", text: state, sort: state, title_of: (node) => node.error || "" },
   { key: "round", title: "Round", kind: "number", text: (node) => number(node.summary.round), sort: of("round") },
-  { key: "reward", title: "Reward", kind: "number", text: (node) => number(node.summary.reward, 3), sort: of("reward") },
+  { key: "held", title: "Held-out", kind: "number", text: (node) => number(last(node), 3), sort: last, hint: "Mean reward on held-out tasks, at the last evaluation" },
+  { key: "reward", title: "Sampled", kind: "number", text: (node) => number(node.summary.reward, 3), sort: of("reward") },
   { key: "speed", title: "Tokens/s", kind: "number", text: (node) => short(node.summary.tokens_per_s), sort: of("tokens_per_s") },
   { key: "peers", title: "Peers", kind: "number", text: (node) => number(node.summary.peers), sort: of("peers") },
+  { key: "own", title: "Own groups", kind: "number", text: (node) => number(node.summary.own_groups), sort: of("own_groups"), hint: "Own groups that it trained on" },
   { key: "groups", title: "Peers’ groups", kind: "number", text: (node) => number(node.summary.swarm_groups), sort: of("swarm_groups"), hint: "Groups of peers that it trained on" },
   { key: "merges", title: "Merges", kind: "number", text: (node) => number(node.summary.merges), sort: of("merges") },
-  { key: "address", title: "Address", kind: "code", text: (node) => node.address, sort: (node) => node.address },
   { key: "seen", title: "Answered", kind: "number", text: (node) => (node.seen_at ? ago(node.seen_at, nowS()) : "never"), sort: (node) => node.seen_at },
 ], (node) => node.key, "No node found yet. The names are looked up every 15 s.");
 
 function state(node) {
-  return node.is_alive ? String(node.summary.phase) : "unreachable";
+  if (node.is_alive) return node.summary.verdict || node.summary.phase;
+  return node.address ? "unreachable" : node.summary.verdict || "not running";
+}
+
+const pairs = new Table(byId("pairs-table"), "Exchange per pair", [
+  { key: "from", title: "From", kind: "name", text: (pair) => pair.fromName, sort: (pair) => pair.fromName },
+  { key: "to", title: "To", text: (pair) => pair.toName, sort: (pair) => pair.toName },
+  { key: "groups", title: "Groups admitted", kind: "number", text: (pair) => number(pair.weight), sort: (pair) => pair.weight, hint: "Groups of the first that the second admitted since it started" },
+  { key: "taken", title: "Records fetched", kind: "number", text: (pair) => number(pair.taken), sort: (pair) => pair.taken, hint: "Records that the second fetched from the first itself; others may have passed them on" },
+], (pair) => `${pair.from} ${pair.to}`, "Nothing was exchanged yet.");
+
+/** What the nodes gave each other, by the ids of both. Peers that are not on this page are left out. */
+function exchange(nodes) {
+  const known = new Map(nodes.filter((node) => node.summary.peer_id).map((node) => [node.summary.peer_id, node]));
+  const found = new Map();
+  const pair = (from, to) => {
+    const key = `${from} ${to}`;
+    if (!found.has(key)) found.set(key, { from, to, fromName: nameOf(known.get(from)), toName: nameOf(known.get(to)), weight: 0, taken: 0, unit: "groups" });
+    return found.get(key);
+  };
+  for (const [id, node] of known) for (const peer of node.summary.exchange || []) {
+    if (!known.has(peer.peer_id) || peer.peer_id === id) continue;
+    if (peer.groups_admitted) pair(peer.peer_id, id).weight = peer.groups_admitted;
+    if (peer.bodies_taken) pair(id, peer.peer_id).taken = peer.bodies_taken;
+  }
+  return { pairs: [...found.values()], known };
 }
 
 function link(cell, node) {
-  const name = node.summary.name || node.address;
-  const anchor = cell.firstChild || cell.appendChild(make("a", { href: `node/${encodeURIComponent(node.key)}/` }));
-  say(anchor, name);
+  if (!node.address) {
+    say(cell, nameOf(node));
+    return;
+  }
+  const anchor = cell.firstElementChild || cell.appendChild(make("a", { href: `node/${encodeURIComponent(node.key)}/` }));
+  say(anchor, nameOf(node));
 }
 
 /** All curves over the same buckets of rounds; gaps within a curve are filled with what came before. */
 function together(nodes) {
-  const curves = nodes.map((node) => [node.summary.name || node.address, node.summary.curve]).filter(([, curve]) => curve && curve.start.length);
+  const curves = nodes.map((node) => [nameOf(node), node.summary.curve]).filter(([, curve]) => curve && curve.start.length);
   const last = curves.reduce((most, [, curve]) => Math.max(most, curve.start[curve.start.length - 1]), 0);
   const width = Math.max(1, Math.ceil((last + 1) / MAX_POINTS));
   const start = Array.from({ length: curves.length ? Math.floor(last / width) + 1 : 0 }, (_, place) => place * width);
   return { width, start, curves: curves.map(([name, curve]) => ({ name, values: onto(start.length, width, curve) })) };
+}
+
+/** The evaluations of all, over the rounds of any. */
+function evaluated(nodes) {
+  const curves = nodes.filter((node) => node.summary.held_out?.start.length);
+  const start = [...new Set(curves.flatMap((node) => node.summary.held_out.start))].sort((a, b) => a - b);
+  return { start, width: 1, isRaw: true, curves: curves.map((node) => {
+    const { start: rounds, reward } = node.summary.held_out, at = new Map(rounds.map((round, place) => [round, reward[place]]));
+    return { name: nameOf(node), values: start.map((round) => at.get(round) ?? null) };
+  }) };
 }
 
 function onto(count, width, curve) {
@@ -58,19 +101,28 @@ function onto(count, width, curve) {
 }
 
 function show(told) {
-  const nodes = told.nodes, alive = nodes.filter((node) => node.is_alive);
-  const sum = (name) => alive.reduce((total, node) => total + (node.summary[name] || 0), 0);
-  const rewards = alive.map(of("reward")).filter((value) => typeof value === "number");
+  const nodes = [...told.nodes].sort((a, b) => nameOf(a).localeCompare(nameOf(b), "en", { numeric: true })), alive = nodes.filter((node) => node.is_alive);
+  const sum = (name, some = nodes) => some.reduce((total, node) => total + (node.summary[name] || 0), 0);
+  const mean = (values) => {
+    const known = values.filter((value) => typeof value === "number");
+    return known.length ? number(known.reduce((a, b) => a + b) / known.length, 3) : "–";
+  };
   fillFacts(byId("tiles"), [
     ["Nodes answering", `${alive.length} of ${nodes.length}`],
-    ["Mean reward", rewards.length ? number(rewards.reduce((a, b) => a + b) / rewards.length, 3) : "–"],
-    ["Tokens/s", short(sum("tokens_per_s"))],
+    ["Held-out reward", mean(nodes.map(last))],
+    ["Sampled reward", mean(nodes.map(of("reward")))],
+    ["Tokens/s", short(sum("tokens_per_s", alive))],
     ["Rounds", short(sum("round"))],
     ["Groups from peers", short(sum("swarm_groups"))],
     ["Merges", short(sum("merges"))],
   ]);
   table.show(nodes);
-  chart.show(together(nodes));
+  sampled.show(together(nodes));
+  heldOut.show(evaluated(nodes));
+  const { pairs: exchanged, known } = exchange(nodes);
+  pairs.show(exchanged);
+  const shown = [...known].slice(0, MOST_ON_MAP).map(([id, node]) => ({ id, name: nameOf(node), isDead: !node.is_alive }));
+  map.show(shown, exchanged, known.size > MOST_ON_MAP ? `the first ${MOST_ON_MAP} of ${known.size} nodes` : "");
   say(byId("version"), `swarm ${told.version}`);
 }
 
@@ -88,4 +140,5 @@ async function ask() {
 }
 
 table.sortBy(table.columns[0], false);
+pairs.sortBy(pairs.columns[2], true);
 ask();

@@ -96,5 +96,5 @@ export class Table {
 function compare(a, b, sign) {
   const lacksA = a === null || a === undefined, lacksB = b === null || b === undefined;
   if (lacksA || lacksB) return sign * (lacksA - lacksB);
-  return typeof a === "string" ? a.localeCompare(b) : a - b;
+  return typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b;
 }
