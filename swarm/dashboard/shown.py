@@ -22,7 +22,7 @@ WORDS: dict[Rejection, str] = {
     Rejection.CLOCK_SKEW: "dated in the future: the clock of its author or of this node is wrong",
     Rejection.REPLAY: "already known; harmless",
     Rejection.RATE: "its author sent more than the rate limit allows",
-    Rejection.UNKNOWN_TASK: "its tasks are not set up on this node, or another version of the software scores them by other rules",
+    Rejection.UNKNOWN_TASK: "its tasks are not set up on this node, or another version of swarm scores them by other rules",
     Rejection.HELD_OUT_TASK: "its tasks are reserved for evaluation",
     Rejection.BANNED: "its author made false claims and is ignored for some time",
     Rejection.UNAVAILABLE: "no peer that has the body answered",

@@ -336,8 +336,7 @@ class Learner:
     def evaluate(self, phase: str, draw: int = 0) -> MetricsRow:
         """Measure the mean reward of answers to held-out tasks, which are the same on every node and at every time.
 
-        A task has one answer, and more where its source has few tasks and answers are sampled. Each `draw` samples other
-        answers.
+        A task has one answer, and more where its source has few tasks and answers are sampled: others for each `draw`.
         """
         config = self._config.evaluation
         tasks = self._mixture.held_out(config.tasks_per_source)

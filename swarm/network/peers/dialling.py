@@ -104,8 +104,8 @@ MAX_PAUSE_S = 600.0
 whole swarm restarts, four dials fall into the first half minute."""
 FIRST_PROVEN_PAUSE_S = 2.0
 MAX_PROVEN_PAUSE_S = 15.0
-"""Where this node has reached a peer before, it tries that peer again after 2 s, 4 s, 8 s and then 15 s: one that changes its role
-is away for a moment, and may be the only one that can be dialled."""
+"""Where this node has reached a peer before, it tries that peer again after 2 s, 4 s, 8 s and then 15 s: one that changes its
+role is away for a moment, and may be the only one that can be dialled."""
 WINDOW_S = 600.0
 MAX_FAILURES_PER_HOST = 8
 """Dials to one public IP address that may fail within WINDOW_S, at all ports together."""
