@@ -146,7 +146,7 @@ def _one_format(spec: Spec, dtype: str, quantization: str) -> Figures:
 def engine_and_generate(spec: Spec) -> Figures:
     """The engine beside `model.generate`, answers of equal and of very different lengths."""
     contest = Contest(_policy(spec), max_answers=80)
-    group_size, median = (4, 6) if spec.quick else (8, 64)
+    group_size, median = (2, 4) if spec.quick else (8, 64)
     figures: dict[str, float | str] = {}
     for name, lengths in (("uniform", (2 * median,) * 8), ("long tail", (8 * median, *(median,) * 9))):
         times = contest.run(Case(name, group_size, lengths), 1 if spec.quick else 3)
@@ -157,7 +157,7 @@ def engine_and_generate(spec: Spec) -> Figures:
 
 def long_answers(spec: Spec) -> Figures:
     """Long prompts and answers of log-normal length beside `generate`, continuous batching of transformers and vLLM."""
-    case = LongCase(2, 4, 128, median=12, longest=48) if spec.quick else LongCase(8, 16, 1024, median=800, longest=8192)
+    case = LongCase(2, 2, 96, median=12, longest=40) if spec.quick else LongCase(8, 16, 1024, median=800, longest=8192)
     times = LongContest(lambda: _policy(spec), case).run(num_turns=1, with_vllm=not spec.quick or spec.is_cuda)
     found: dict[str, float | str] = {f"{name}, tokens/s": times.tokens_per_s(name) for name in times.seconds}
     return found | {f"{name}": f"left out: {reason}" for name, reason in times.missing.items()}
