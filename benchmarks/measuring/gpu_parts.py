@@ -284,7 +284,7 @@ def _watch(node: "subprocess.Popen[bytes]", folder: Path, spec: Spec) -> dict[st
     used: dict[str, list[float]] = {"resident": []}
     metrics = NodeFolder(folder).metrics
     starts_by = time.monotonic() + 300
-    while node.poll() is None and not metrics.exists() and time.monotonic() < starts_by:
+    while node.poll() is None and not _has_round(metrics) and time.monotonic() < starts_by:
         time.sleep(0.2)
     ends_at = time.monotonic() + spec.soak_s
     while node.poll() is None and (time.monotonic() < ends_at or not used["resident"]):
@@ -294,6 +294,10 @@ def _watch(node: "subprocess.Popen[bytes]", folder: Path, spec: Spec) -> dict[st
             used.setdefault("gpu", []).append((total - free) / 2**20)
         time.sleep(1.0)
     return used if used["resident"] else {}
+
+
+def _has_round(metrics: Path) -> bool:
+    return metrics.exists() and any(row["kind"] == "round" for row in read_rows(metrics))
 
 
 def _policy(spec: Spec, **settings: object) -> Policy:
