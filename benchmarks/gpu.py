@@ -119,6 +119,8 @@ def _run(name: str, part: Callable[[Spec], Figures], spec: Spec) -> Outcome:
 
 
 def _child(part: Callable[[Spec], Figures], spec: Spec, there: Connection) -> None:
+    if spec.quick and not spec.is_cuda:
+        torch.set_num_threads(1)  # threads that wait for each other take minutes where something else computes
     answer: tuple[str, Any]
     try:
         answer = "done", part(spec)

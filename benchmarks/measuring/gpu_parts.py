@@ -146,7 +146,7 @@ def _one_format(spec: Spec, dtype: str, quantization: str) -> Figures:
 def engine_and_generate(spec: Spec) -> Figures:
     """The engine beside `model.generate`, answers of equal and of very different lengths."""
     contest = Contest(_policy(spec), max_answers=80)
-    group_size, median = (4, 6) if spec.quick else (8, 64)
+    group_size, median = (2, 4) if spec.quick else (8, 64)
     figures: dict[str, float | str] = {}
     for name, lengths in (("uniform", (2 * median,) * 8), ("long tail", (8 * median, *(median,) * 9))):
         times = contest.run(Case(name, group_size, lengths), 1 if spec.quick else 3)
@@ -157,7 +157,7 @@ def engine_and_generate(spec: Spec) -> Figures:
 
 def long_answers(spec: Spec) -> Figures:
     """Long prompts and answers of log-normal length beside `generate`, continuous batching of transformers and vLLM."""
-    case = LongCase(2, 4, 128, median=12, longest=48) if spec.quick else LongCase(8, 16, 1024, median=800, longest=8192)
+    case = LongCase(2, 2, 96, median=12, longest=40) if spec.quick else LongCase(8, 16, 1024, median=800, longest=8192)
     times = LongContest(lambda: _policy(spec), case).run(num_turns=1, with_vllm=not spec.quick or spec.is_cuda)
     found: dict[str, float | str] = {f"{name}, tokens/s": times.tokens_per_s(name) for name in times.seconds}
     return found | {f"{name}": f"left out: {reason}" for name, reason in times.missing.items()}
@@ -284,7 +284,7 @@ def _watch(node: "subprocess.Popen[bytes]", folder: Path, spec: Spec) -> dict[st
     used: dict[str, list[float]] = {"resident": []}
     metrics = NodeFolder(folder).metrics
     starts_by = time.monotonic() + 300
-    while node.poll() is None and not metrics.exists() and time.monotonic() < starts_by:
+    while node.poll() is None and not _has_round(metrics) and time.monotonic() < starts_by:
         time.sleep(0.2)
     ends_at = time.monotonic() + spec.soak_s
     while node.poll() is None and (time.monotonic() < ends_at or not used["resident"]):
@@ -294,6 +294,10 @@ def _watch(node: "subprocess.Popen[bytes]", folder: Path, spec: Spec) -> dict[st
             used.setdefault("gpu", []).append((total - free) / 2**20)
         time.sleep(1.0)
     return used if used["resident"] else {}
+
+
+def _has_round(metrics: Path) -> bool:
+    return metrics.exists() and any(row["kind"] == "round" for row in read_rows(metrics))
 
 
 def _policy(spec: Spec, **settings: object) -> Policy:
