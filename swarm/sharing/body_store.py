@@ -1,6 +1,6 @@
 """The bodies that this node can give to others: its own, and those it pulled, until they expire."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +11,8 @@ BODY_PROTOCOL = "swarm/body/1"
 NUM_LARGEST_BODIES = 12
 """Room for a dozen of the largest bodies, or hundreds of usual ones: those of the last minutes, which others ask for."""
 _AUTHOR_SHARE = 8
-_MAX_TAKERS = 256
+_MAX_TAKERS = 64
+"""Names cost nothing: more of them must not fill the list of peers that a person sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,9 @@ class BodyStore:
         """... when last, by the clock, ..."""
         self.last_taken_by: str | None = None
         """... and which, by its peer id."""
-        self.taken_by: Counter[str] = Counter()
-        """{peer id: own bodies that it fetched}; of more peers than it has room for, the one that took least is forgotten."""
+        self.taken_by: dict[str, tuple[int, float]] = {}
+        """{peer id: (own bodies that it fetched, when last, by the clock)}; of more peers than it has room for, the one that took
+        least is forgotten."""
 
     def serve_on(self, transport: Transport) -> None:
         """Give bodies to whoever asks for them. To be called before the transport starts."""
@@ -83,7 +85,8 @@ class BodyStore:
             self.last_taken_at, self.last_taken_by = self._clock(), peer_id
             if peer_id not in self.taken_by and len(self.taken_by) >= _MAX_TAKERS:
                 del self.taken_by[min(self.taken_by, key=self.taken_by.__getitem__)]
-            self.taken_by[peer_id] += 1
+            num_taken, _ = self.taken_by.get(peer_id, (0, 0.0))
+            self.taken_by[peer_id] = num_taken + 1, self.last_taken_at
         return body
 
     def _remove_expired(self) -> None:

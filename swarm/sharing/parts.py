@@ -67,15 +67,19 @@ class Contribution:
 
 
 def peer_standings(
-    stats: PeerStats, reputation: Reputation, taken_by: Mapping[str, int] = MappingProxyType({})
+    stats: PeerStats, reputation: Reputation, taken_by: Mapping[str, tuple[int, float]] = MappingProxyType({})
 ) -> list[PeerStanding]:
-    """All peers that were seen, also by an earlier process; the one seen last first, at most MAX_PEERS."""
+    """All peers that were seen, also by an earlier process; the one seen last first, at most MAX_PEERS.
+
+    `taken_by`: {peer id: (own bodies that it fetched, when last)}; who only fetches is among them.
+    """
     last_seen = reputation.last_evidence()
     seen = dict(stats.last_seen_first())
     last_seen |= {peer_id: peer.last_seen_at for peer_id, peer in seen.items()}
+    last_seen |= {peer_id: max(at, last_seen.get(peer_id, 0.0)) for peer_id, (_, at) in taken_by.items()}
     newest = sorted(last_seen, key=lambda peer_id: -last_seen[peer_id])[:MAX_PEERS]
     return [
-        _standing(peer_id, seen.get(peer_id), last_seen[peer_id], taken_by.get(peer_id, 0), reputation)
+        _standing(peer_id, seen.get(peer_id), last_seen[peer_id], taken_by.get(peer_id, (0, 0.0))[0], reputation)
         for peer_id in newest
     ]
 

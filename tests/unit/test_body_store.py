@@ -78,4 +78,4 @@ async def test_who_fetched_own_bodies_is_counted_for_so_many_peers_and_names_pus
     for peer in ("friend", "friend", "friend", *map(str, range(100))):
         await store._answer(peer, b"own")
         await store._answer(peer, b"other")
-    assert len(store.taken_by) == 3 and store.taken_by["friend"] == 3 and store.num_taken == 103
+    assert len(store.taken_by) == 3 and store.taken_by["friend"] == (3, 1000.0) and store.num_taken == 103

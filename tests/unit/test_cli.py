@@ -193,10 +193,10 @@ def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> 
     ended = swarm("status", str(tmp_path))
     assert ended.returncode == 9
     assert ended.stdout.startswith("not running: ")
-    assert "7 own and 9 swarm groups" in ended.stdout
+    assert "7 own groups and 9 of peers" in ended.stdout
     assert "replay 3" in ended.stdout
     assert "4 times; outer steps without a partner: nobody 2" in ended.stdout
-    assert "0.25 of 12D3y" in ended.stdout
+    assert "with …12D3y, at a weight of 0.25" in ended.stdout
     assert "4 nodes, 3 adapters, applied" in ended.stdout
     as_json = swarm("status", str(tmp_path), "--json")
     assert json.loads(as_json.stdout)["running"] is False

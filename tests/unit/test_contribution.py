@@ -107,7 +107,9 @@ async def test_what_was_admitted_of_a_peer_is_told_with_the_rewards_recomputed_h
         "banned_until": 0.0, "groups_admitted": 2, "bodies_taken": 0, "records_rejected": 0, "last_seen_at": NOW + 5,
         "reward_mean": 0.625, "policy_version": 7,
     }  # fmt: skip
-    assert [one.peer_id for one in alice.parts.peers()] == []
+    (taker,) = alice.parts.peers()
+    told = (taker.peer_id, taker.bodies_taken, taker.last_seen_at, taker.lineage)
+    assert told == (READER.peer_id, 1, NOW + 5, ""), "who only fetches is listed, too"
     await alice.parts.directory.turn()
     assert [one.peer_id for one in alice.parts.peers()] == [READER.peer_id], "listed, though it shared nothing"
 
