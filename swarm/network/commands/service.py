@@ -1,37 +1,54 @@
 """The member's side of commands: it carries out each command of the driver once, one after the other, on its own thread.
 
-    request ─▶ checks: driver, signature, addressee, number, size ─▶ payload pulled ─▶ thread: bytes in, bytes out ─▶ reply
+    line ─▶ checks: driver, signature, addressee ─▶ command: number, size ─▶ thread: bytes in, bytes out ─▶ reply
 
-The reply is stored for repeats of the same command. A caller other than the driver is refused after at most
-MAX_COMMAND_BYTES were read. Nothing that a peer sends raises past `answer`, blocks the event loop, or takes more memory
-than `CommandLimits` allows.
+The reply is stored for repeats of the same command. A caller other than the driver is refused before anything is read.
+Nothing that a peer sends raises past `serve`, blocks the event loop, or takes more memory than `CommandLimits` allows.
 """
 
 import asyncio
-import random
+import contextlib
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from swarm.errors import RequestError
 from swarm.network.commands.envelope import (
+    COMMAND_HEAD,
     COMMAND_PROTOCOL,
-    MAX_COMMAND_BYTES,
-    PAYLOAD_PROTOCOL,
+    DONE,
+    MAX_NAME_CHARS,
+    MAX_REASON_BYTES,
+    OLD_PROTOCOL,
+    REFUSED,
+    REPLY_HEAD,
     CommandChannel,
-    CommandHead,
-    decode_command,
-    digest_of,
+    decode_opening,
     serve_alive,
 )
-from swarm.network.requests.transfer import Download, fetch
-from swarm.network.transport import RequestRefused, Transport
+from swarm.network.transport import Line, RequestRefused, Transport
+from swarm.records.codec import MAX_RECORD_BYTES
 from swarm.records.rejection import InvalidRecord
+
+logger = logging.getLogger(__name__)
 
 CarryOut = Callable[[str, bytes], bytes]
 """(kind, payload) → reply. It runs on the service's thread."""
 MaxPayload = Callable[[str], int]
 """kind → largest number of bytes of a payload; 0 for an unknown kind."""
+_OPENING_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class CommandHead:
+    """What a command says before its payload."""
+
+    epoch: int
+    """Run of the driver, as its line was opened with."""
+    number: int
+    """Grows within an epoch."""
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +88,12 @@ class CommandService:
         self._replies: dict[int, asyncio.Task[bytes]] = {}  # by number, oldest first
         self._last_dropped = 0  # greatest number whose reply was dropped
         self._waiting_bytes: dict[int, int] = {}
-        self._rng = random.Random(transport.peer_id)
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self.num_commands = 0
         """Commands that were carried out."""
-        transport.serve(COMMAND_PROTOCOL, self.answer, max_request_bytes=MAX_COMMAND_BYTES)
+        transport.serve_lines(COMMAND_PROTOCOL, self.serve)
+        transport.serve(OLD_PROTOCOL, _refuse_old, max_request_bytes=1 << 20)
         serve_alive(transport, channel.driver)
 
     async def close(self) -> None:
@@ -87,59 +104,80 @@ class CommandService:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def answer(self, peer_id: str, request: bytes) -> bytes:
-        """The handler of COMMAND_PROTOCOL. Raises RequestRefused."""
-        if peer_id != self._channel.driver:
-            raise RequestRefused("not the driver of this pipeline")
+    async def serve(self, line: Line) -> None:
+        """The handler of COMMAND_PROTOCOL: carry out the commands of a line until it ends. Raises RequestError."""
+        if line.peer_id != self._channel.driver:
+            return await _refuse(line, "not the driver of this pipeline")
         try:
-            head, payload = decode_command(request, self._channel.swarm_id)
+            async with asyncio.timeout(_OPENING_TIMEOUT_S):
+                opening = await line.receive(MAX_RECORD_BYTES)
+            epoch = decode_opening(opening, self._channel, self._transport.peer_id)
+        except TimeoutError:
+            return await _refuse(line, "no opening")
         except InvalidRecord as error:
-            raise RequestRefused(f"no valid command: {error.reason}") from None
-        if (head.author, head.addressee, head.pipeline) != (peer_id, self._transport.peer_id, self._channel.pipeline):
-            raise RequestRefused("a command from or for another peer")
-        return await asyncio.shield(self._task_of(head, payload))
+            return await _refuse(line, f"no valid opening: {error.reason}")
+        if epoch < self._epoch:
+            return await _refuse(line, "a driver from the past, or one whose clock went back")
+        if epoch > self._epoch:
+            self._begin_epoch(epoch)
+        await line.send(bytes([DONE]))
+        replies: set[asyncio.Task[None]] = set()
+        try:
+            while await self._take(line, epoch, replies):
+                pass
+        finally:
+            for reply in replies:
+                reply.cancel()
+
+    async def _take(self, line: Line, epoch: int, replies: "set[asyncio.Task[None]]") -> bool:
+        """Take the next command of a line. Returns whether the line can go on."""
+        head = await line.receive(COMMAND_HEAD.size + MAX_NAME_CHARS)
+        if len(head) < COMMAND_HEAD.size:
+            return False
+        (number,), kind = COMMAND_HEAD.unpack_from(head), head[COMMAND_HEAD.size :].decode("ascii", "replace")
+        limit = self._max_payload(kind)
+        try:
+            payload = await line.receive(limit)
+            task = self._task_of(CommandHead(epoch, number, kind), payload)
+        except RequestRefused as refusal:
+            await _reply(line, number, refusal)
+            return True
+        except RequestError as error:
+            if error.reason == "oversize":  # what follows on the line is not read
+                await _reply(line, number, RequestRefused(f"a payload of {kind[:16]!r} must be <= {limit} bytes"))
+            raise
+        if len(replies) >= 2 * self._limits.max_waiting:
+            return False  # it does not read its replies
+        reply = asyncio.create_task(_reply_when_done(line, number, task))
+        replies.add(reply)
+        reply.add_done_callback(replies.discard)
+        return True
 
     def _task_of(self, head: CommandHead, payload: bytes) -> "asyncio.Task[bytes]":
         """Return the task of this command, which is new, running or done. Raises RequestRefused."""
-        if head.epoch > self._epoch:
-            self._begin_epoch(head.epoch)
         known = self._replies.get(head.number) if head.epoch == self._epoch else None
         if known is not None:
             return known
         if head.epoch < self._epoch or head.number <= self._last_dropped:
             raise RequestRefused("a command from the past")
-        limit = self._max_payload(head.kind)
-        if head.payload_bytes > limit:
-            raise RequestRefused(f"a payload of {head.kind[:16]!r} must be <= {limit} bytes, got {head.payload_bytes}")
-        is_full = sum(self._waiting_bytes.values()) + head.payload_bytes > self._limits.max_waiting_bytes
+        is_full = sum(self._waiting_bytes.values()) + len(payload) > self._limits.max_waiting_bytes
         if self._waiting_bytes and (is_full or len(self._waiting_bytes) >= self._limits.max_waiting):
             raise RequestRefused("busy")
-        self._waiting_bytes[head.number] = head.payload_bytes
+        self._waiting_bytes[head.number] = len(payload)
         task = asyncio.create_task(self._run(head, payload), name=f"command-{head.kind}")
         task.add_done_callback(lambda done: self._settle(head, done))
         self._replies[head.number] = task
         return task
 
     async def _run(self, head: CommandHead, payload: bytes) -> bytes:
-        if not head.is_inline:
-            wanted = Download(head.payload_digest, head.payload_bytes, PAYLOAD_PROTOCOL)
-            try:
-                payload = await fetch(self._transport, [head.author], wanted, rng=self._rng)
-            except RequestError as error:
-                raise RequestRefused(f"payload: {error}") from None
         # A command reaches the thread only when that is free. What waits here can be cancelled, so a driver that begins
         # one epoch after the other leaves no payloads behind.
         await self._turn.acquire()
-        working = asyncio.get_running_loop().run_in_executor(self._thread, self._work, head, payload)
+        working = asyncio.get_running_loop().run_in_executor(self._thread, self._carry_out, head.kind, payload)
         working.add_done_callback(lambda _: self._turn.release())
         reply = await asyncio.shield(working)
         self.num_commands += 1
         return reply
-
-    def _work(self, head: CommandHead, payload: bytes) -> bytes:
-        if digest_of(payload) != head.payload_digest:
-            raise RequestRefused("a payload of another digest")
-        return self._carry_out(head.kind, payload)
 
     def _begin_epoch(self, epoch: int) -> None:
         """Cancel all commands of an earlier run of the driver, which has restarted."""
@@ -164,3 +202,28 @@ class CommandService:
             num_bytes -= len(one.result())
             self._last_dropped = max(self._last_dropped, number)
             del self._replies[number]
+
+
+async def _reply_when_done(line: Line, number: int, task: "asyncio.Task[bytes]") -> None:
+    try:
+        await _reply(line, number, await asyncio.shield(task))
+    except RequestRefused as refusal:
+        await _reply(line, number, refusal)
+    except Exception:  # a failing command costs its reply, never the machine
+        logger.warning("a command failed", exc_info=True)
+        await _reply(line, number, RequestRefused("the command broke"))
+
+
+async def _reply(line: Line, number: int, outcome: bytes | RequestRefused) -> None:
+    is_done = isinstance(outcome, bytes)
+    body = outcome if is_done else str(outcome).encode("ascii", "replace")[:MAX_REASON_BYTES]
+    with contextlib.suppress(RequestError):  # the line has ended; its driver asks again on another one
+        await line.send(REPLY_HEAD.pack(number, DONE if is_done else REFUSED), body)
+
+
+async def _refuse(line: Line, reason: str) -> None:
+    await line.send(bytes([REFUSED]) + reason.encode())
+
+
+async def _refuse_old(peer_id: str, request: bytes) -> bytes:
+    raise RequestRefused(f"this stage speaks {COMMAND_PROTOCOL}; install the same release of swarm on all machines")
