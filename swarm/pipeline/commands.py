@@ -91,6 +91,8 @@ class DecodeCommand:
     session: int
     states: Tensor  # as in ForwardCommand
     left_padding: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None
+    """Rows that are kept, repeated and reordered before: row i continues row `rows[i]`. None keeps all."""
     is_last: bool = False
     """Whether the stage returns logits [B, V] of the last column instead of hidden states."""
 
@@ -322,14 +324,17 @@ def commit_command(fields: Fields) -> CommitCommand:
 
 def decode_command_bundle(command: DecodeCommand) -> Bundle:
     padding = None if command.left_padding is None else list(command.left_padding)
-    return Bundle(
-        {"session": command.session, "left_padding": padding, "is_last": command.is_last}, {"states": command.states}
-    )
+    rows = None if command.rows is None else list(command.rows)
+    fields = {"session": command.session, "left_padding": padding, "rows": rows, "is_last": command.is_last}
+    return Bundle(fields, {"states": command.states})
 
 
 def decode_command(fields: Fields) -> DecodeCommand:
     padding = fields.integers("left_padding") if fields.has("left_padding") else None
-    return DecodeCommand(fields.integer("session"), fields.tensor("states"), padding, is_last=fields.flag("is_last"))
+    rows = fields.integers("rows") if fields.has("rows") else None
+    return DecodeCommand(
+        fields.integer("session"), fields.tensor("states"), padding, rows=rows, is_last=fields.flag("is_last")
+    )
 
 
 def facts_bundle(facts: StageFacts) -> Bundle:

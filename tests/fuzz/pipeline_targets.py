@@ -115,7 +115,7 @@ def pipeline_seeds() -> dict[str, list[bytes]]:
         ("commit", commit_bundle(CommitCommand(1, 1e-3, 1.0, {}))),
         ("state", Bundle()),
         ("decode", decode_command_bundle(DecodeCommand(1, states, (0,)))),
-        ("select", Bundle({"session": 1, "rows": [0, 0]})),
+        ("decode", decode_command_bundle(DecodeCommand(1, states.repeat(2, 1, 1), rows=(0, 0)))),
         ("end", Bundle({"session": 1})),
         ("drop", Bundle({"batch": 1})),
         ("restore", state_bundle(weights)),

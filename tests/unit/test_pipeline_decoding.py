@@ -87,12 +87,13 @@ async def test_logits_of_ragged_rows_are_those_of_each_alone(pipeline_models: di
         session = opened.stage_group.new_session()
         logits = await opened.stage_group.begin(session, padded, padding)
         torch.testing.assert_close(logits, wanted(list(PROMPTS)), rtol=0, atol=1e-5)
-        await opened.stage_group.select(session, [3, 0, 0, 1, 3])
+        order: list[int] | None = [3, 0, 0, 1, 3]
         rows = [[*PROMPTS[i]] for i in (3, 0, 0, 1, 3)]
         for step in range(8):  # beyond the short window of qwen2's later layers
             tokens = [(7 * step + 11 * i) % 90 for i in range(5)]
             rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
-            logits = await opened.stage_group.extend(session, torch.tensor(tokens)[:, None])
+            logits = await opened.stage_group.extend(session, torch.tensor(tokens)[:, None], order)
+            order = None
             torch.testing.assert_close(logits, wanted(rows), rtol=0, atol=1e-5)
 
 
@@ -166,9 +167,8 @@ def test_sessions_are_bounded_in_bytes(pipeline_models: dict[str, Path]) -> None
     with pytest.raises(PipelineError, match=f"{20 * token_bytes} bytes, got {21 * token_bytes}"):
         stage.decode(begin(2, 1, 13))
     with pytest.raises(PipelineError, match="must fit"):
-        stage.select(1, [0, 1] * 3)
-    stage.select(1, [0, 1, 1, 0])
-    stage.decode(DecodeCommand(1, torch.ones(4, 1, 32)))
+        stage.decode(DecodeCommand(1, torch.ones(6, 1, 32), rows=(0, 1) * 3))
+    stage.decode(DecodeCommand(1, torch.ones(4, 1, 32), rows=(0, 1, 1, 0)))
     with pytest.raises(PipelineError, match="must fit"):
         stage.decode(DecodeCommand(1, torch.ones(4, 1, 32)))
     stage.end(1)
@@ -217,9 +217,9 @@ def test_odd_commands_are_refused(pipeline_models: dict[str, Path]) -> None:
         with pytest.raises(PipelineError, match="left padding"):
             stage.decode(DecodeCommand(1, torch.ones(2, 4, 32), padding))
     stage.decode(begin(1))
-    for rows in ([], [2], [-1]):
+    for rows in ((), (2,), (-1,)):
         with pytest.raises(PipelineError, match="rows must be among"):
-            stage.select(1, rows)
+            stage.decode(DecodeCommand(1, torch.ones(1, 1, 32), rows=rows))
     with pytest.raises(PipelineError, match="keep its 2 rows"):
         stage.decode(DecodeCommand(1, torch.ones(3, 1, 32)))
     stage.decode(DecodeCommand(1, torch.ones(2, 1, 32)))

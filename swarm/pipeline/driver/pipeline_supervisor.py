@@ -83,7 +83,7 @@ class PipelineSupervisor:
         ]
         own_stage = asyncio.create_task(asyncio.to_thread(self._load_own, parts[-1]))
         await asyncio.gather(own_stage, *loading)
-        self._own = InProcessLink(own_stage.result(), precision=self._config.precision)
+        self._own = InProcessLink(own_stage.result(), precision=None)
         self._expected = expected_stages(self._base.folder, self._base.lora, parts)
         links: list[StageLink] = [self._link(peer_id, stage) for stage, peer_id in enumerate(self._peers)]
         bounds = StateBounds({name: shape for one in self._expected for name, shape in one.shapes.items()})

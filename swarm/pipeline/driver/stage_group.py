@@ -17,7 +17,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -248,15 +248,14 @@ class StageGroup:
 
     async def begin(self, session: int, token_ids: Tensor, left_padding: tuple[int, ...]) -> Tensor:
         """Begin a session with prompts [B, P] padded on the left; returns logits [B, V] after their last column."""
-        return await self._decode(session, token_ids, left_padding)
+        return await self._decode(DecodeCommand(session, token_ids, left_padding))
 
-    async def extend(self, session: int, token_ids: Tensor) -> Tensor:
-        """Append one column [B, 1]; returns logits [B, V] after it. Row i belongs to row i of the session."""
-        return await self._decode(session, token_ids, None)
+    async def extend(self, session: int, token_ids: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+        """Append one column [B, 1]; returns logits [B, V] after it.
 
-    async def select(self, session: int, rows: Sequence[int]) -> None:
-        """Keep, repeat and reorder rows of a session in all stages."""
-        await all_of(self._call(i, "select", partial(link.select, session, rows)) for i, link in enumerate(self._links))
+        Row i continues row `rows[i]` of the session, by default row i.
+        """
+        return await self._decode(DecodeCommand(session, token_ids, rows=None if rows is None else tuple(rows)))
 
     async def end(self, session: int) -> None:
         """End a session. Stages that do not answer forget it after some time."""
@@ -322,11 +321,11 @@ class StageGroup:
 
         return await self._call(stage, "describe", checked)
 
-    async def _decode(self, session: int, states: Tensor, left_padding: tuple[int, ...] | None) -> Tensor:
+    async def _decode(self, command: DecodeCommand) -> Tensor:
         for stage, link in enumerate(self._links):
-            command = DecodeCommand(session, states, left_padding, is_last=stage == self.num_stages - 1)
-            states = await self._call(stage, "decode", partial(link.decode, command))
-        return states
+            command = replace(command, is_last=stage == self.num_stages - 1)
+            command = replace(command, states=await self._call(stage, "decode", partial(link.decode, command)))
+        return command.states
 
     async def _close_batch(self, stage: int, num_micro_batches: int) -> BatchGradient:
         shared = tuple(sorted(name for name, stages in self._holders.items() if stage in stages))

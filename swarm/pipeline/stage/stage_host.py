@@ -54,7 +54,7 @@ STATES_KINDS = ("forward", "backward", "decode")
 """Kinds of commands that carry hidden states."""
 WEIGHTS_KINDS = ("commit", "restore", "recover")
 """Kinds of commands that carry weights, moments or gradients of them."""
-PLAIN_KINDS = ("describe", "settle", "drop", "select", "end", "state")
+PLAIN_KINDS = ("describe", "settle", "drop", "end", "state")
 
 
 def stage_reply(stage: Stage, kind: str, fields: Fields, precision: WirePrecision) -> tuple[Bundle, bool]:
@@ -91,7 +91,6 @@ _PLAIN: dict[str, Callable[[Stage, Fields], Bundle]] = {
     ),
     "commit": lambda stage, fields: Bundle({"version": stage.commit(command_bytes.commit_command(fields))}),
     "drop": lambda stage, fields: _done(stage.drop(fields.integer("batch"))),
-    "select": lambda stage, fields: _done(stage.select(fields.integer("session"), fields.integers("rows"))),
     "end": lambda stage, fields: _done(stage.end(fields.integer("session"))),
     "state": lambda stage, _: command_bytes.state_bundle(stage.state()),
     "restore": lambda stage, fields: _done(stage.restore(*command_bytes.state_of(fields))),

@@ -10,7 +10,7 @@ are read from the safetensors files.
 import copy
 import hashlib
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from swarm.adapters.adapter_state import adapter_parameters
 from swarm.adapters.load_pretrained import quiet_libraries
 from swarm.config import LoraSection
+from swarm.engine.slot_engine import FOLD_SHARE, MergedLayers
 from swarm.errors import PipelineError
 from swarm.pipeline.model_shape import Layout, StagePart, adapter_targets, layout_of, on_meta, read_config
 from swarm.policy.answer_head import Head
 from swarm.policy.base_folder import weight_files
 from swarm.policy.base_model import switch_dropout_off
+from swarm.policy.device import available_bytes
 from swarm.policy.lora import attach_adapter
 
 
@@ -108,6 +110,10 @@ class StageModel:
         self._layout = layout_of(config)
         self._shell = shell
         self._adapted = adapted
+        self._merged: MergedLayers | None = None
+        self._is_merged = False  # whether it holds the present weights
+        self._in_place = ExitStack()
+        self._is_in_place = False
         self._embedding, self._norm, self._head = (ends.get(name) for name in ("embedding", "norm", "head"))
         self._decoder = getattr(shell, self._layout.decoder)
         first = next(shell.parameters())
@@ -149,14 +155,38 @@ class StageModel:
             )
         return nullcontext() if self._adapted is None else self._adapted.disable_adapter()
 
+    def weights_changed(self) -> None:
+        """Merge again before the next answers are sampled. Call it after every change of the trainable parameters."""
+        self._is_merged = False
+
+    def _use_merged(self, wanted: bool) -> None:
+        """Switch between the adapter beside the base, which trains, and merged into it, as the engine of one process samples.
+
+        A float32 base is merged, where there is memory for it, and once per version.
+        """
+        if not wanted:
+            self._in_place.close()
+            self._is_in_place = False
+            return
+        if self._merged is None:
+            self._merged = MergedLayers(self._adapted, max_bytes=available_bytes(self.device) // FOLD_SHARE)
+        if not self._is_merged:
+            self._merged.merge()
+            self._is_merged = True
+        if not self._is_in_place:
+            self._in_place.enter_context(self._merged.as_merged_last())
+            self._is_in_place = True
+
     def run(
         self, states: Tensor, left_padding: Tensor | None = None, cache: transformers.DynamicCache | None = None
     ) -> Tensor:
         """Compute hidden states [B, L, W] after the slice from token ids [B, L] or hidden states [B, L, W] before it.
 
         `left_padding` [B] counts the leading columns, those in `cache` included, that a row must not attend to; padding on
-        the right needs no mask. Positions count real tokens only.
+        the right needs no mask. Positions count real tokens only. With a `cache` the adapter is merged.
         """
+        if self._adapted is not None:
+            self._use_merged(cache is not None)
         hidden = states.to(self.device)
         if not hidden.is_floating_point():
             if self._embedding is None:
