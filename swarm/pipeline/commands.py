@@ -172,6 +172,13 @@ class Fields:
             raise _odd(name, "text")
         return value
 
+    def optional_text(self, name: str) -> str | None:
+        return self.text(name) if self.has(name) else None
+
+    def values(self) -> dict[str, Any]:
+        """All fields as they came."""
+        return dict(self._bundle.fields)
+
     def integers(self, name: str) -> tuple[int, ...]:
         value = self._bundle.fields.get(name)
         if type(value) is not tuple or not all(type(item) is int and 0 <= item < 2**62 for item in value):

@@ -5,7 +5,7 @@ reply that no honest stage gives raises StageReplyError.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,7 +49,11 @@ Limit = int
 class SendCommand(Protocol):
     """Sends one command to a peer and returns the reply. Raises NetworkError."""
 
-    async def __call__(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes: ...
+    async def __call__(
+        self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int, relayed_to: Sequence[str] = ()
+    ) -> bytes:
+        """`relayed_to`: the machines that pass it on, of which the last one replies."""
+        ...
 
 
 async def ask(
@@ -60,6 +64,7 @@ async def ask(
     *,
     max_reply_bytes: int = FRAME_BYTES,
     precision: WirePrecision | None = None,
+    relayed_to: Sequence[str] = (),
 ) -> Fields:
     """Send one command and read its reply.
 
@@ -70,7 +75,7 @@ async def ask(
     payload = (
         encode_bundle(bundle, precisions) if is_small else await asyncio.to_thread(encode_bundle, bundle, precisions)
     )
-    reply = await send(peer_id, kind, payload, max_reply_bytes=max_reply_bytes)
+    reply = await send(peer_id, kind, payload, max_reply_bytes=max_reply_bytes, relayed_to=relayed_to)
     with replies_of(peer_id):
         is_small = len(reply) <= _MAX_BYTES_ON_LOOP
         fields = Fields(decode_bundle(reply) if is_small else await asyncio.to_thread(decode_bundle, reply))

@@ -6,15 +6,17 @@ Repeating is safe: a peer carries out a command once, however often it arrives, 
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from swarm.errors import RequestError
 from swarm.network.commands.envelope import (
+    BROKEN_RELAY,
     COMMAND_HEAD,
     COMMAND_PROTOCOL,
     DONE,
     MAX_REASON_BYTES,
+    MAX_REFUSAL_BYTES,
     OLD_PROTOCOL,
     REPLY_HEAD,
     CommandChannel,
@@ -57,19 +59,25 @@ class CommandCaller:
         max_reply_bytes: int,
         deadline_s: float,
         silence_s: float | None = None,
+        relayed_to: Sequence[str] = (),
     ) -> bytes:
         """Return the reply. Raises RequestError: unreachable, refused, longer than `max_reply_bytes`, or too late.
 
-        With `silence_s` it also fails once the peer has given no sign of life for so long, see `watched`.
+        With `silence_s` it also fails once the peer has given no sign of life for so long, see `watched`. `relayed_to`: the
+        machines that pass the command on; the last of them replies, or any that refuses. Such a command is not repeated.
         """
-        sending = self._send(peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=deadline_s)
+        peers = (peer_id, *relayed_to)
+        if relayed_to:
+            sending = self._send_along(peers, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=deadline_s)
+        else:
+            sending = self._send(peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=deadline_s)
         if silence_s is None:
             return await sending
         try:
-            return await watched(self._transport, peer_id, asyncio.create_task(sending), silence_s=silence_s)
+            return await watched(self._transport, peers, asyncio.create_task(sending), silence_s=silence_s)
         except RequestError as error:
-            if error.reason == "deadline" and (opening := self._lines.pop(peer_id, None)) and _is_open(opening):
-                opening.result().close()
+            if error.reason == "deadline":
+                self._close_lines(peers)
             raise
 
     async def _send(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int, deadline_s: float) -> bytes:
@@ -87,6 +95,33 @@ class CommandCaller:
                     await asyncio.sleep(_PAUSE_S)
         except TimeoutError:
             raise RequestError(f"command to {peer_id} failed: no answer within {deadline_s:g} s", "deadline") from None
+
+    async def _send_along(
+        self, peers: Sequence[str], kind: str, payload: bytes, *, max_reply_bytes: int, deadline_s: float
+    ) -> bytes:
+        number = next(self._numbers)
+        try:
+            async with asyncio.timeout(deadline_s):
+                lines = await asyncio.gather(*map(self._line, peers))
+                reply = asyncio.get_running_loop().create_future()
+                for line in lines:
+                    limit = max_reply_bytes if line is lines[-1] else MAX_REFUSAL_BYTES
+                    line.expect(number, _Awaited(reply, limit, is_relayed=True))
+                try:
+                    await lines[0].tell(number, kind, payload)
+                    return await reply
+                finally:
+                    for line in lines[:-1] if reply.cancelled() else lines:  # the last one's reply may still come
+                        line.forget(number)
+        except TimeoutError:
+            raise RequestError(
+                f"command along {len(peers)} machines: no answer within {deadline_s:g} s", "deadline"
+            ) from None
+
+    def _close_lines(self, peers: Sequence[str]) -> None:
+        for peer_id in peers:
+            if (opening := self._lines.pop(peer_id, None)) is not None and _is_open(opening):
+                opening.result().close()
 
     async def _line(self, peer_id: str) -> "_CommandLine":
         """Return the open line to a peer. Commands that come while it is being opened wait for the same one."""
@@ -138,6 +173,7 @@ def _is_open(opening: "asyncio.Task[_CommandLine]") -> bool:
 class _Awaited(NamedTuple):
     reply: "asyncio.Future[bytes]"
     max_bytes: int
+    is_relayed: bool = False
 
 
 class _CommandLine:
@@ -160,9 +196,23 @@ class _CommandLine:
         The reply to a command that was given up is read when it comes, and dropped.
         """
         reply = asyncio.get_running_loop().create_future()
-        self._awaited[number] = _Awaited(reply, max_reply_bytes)
-        await self._line.send(COMMAND_HEAD.pack(number) + kind.encode(), payload)
+        self.expect(number, _Awaited(reply, max_reply_bytes))
+        await self.tell(number, kind, payload)
         return await reply
+
+    async def tell(self, number: int, kind: str, payload: bytes) -> None:
+        """Send a command."""
+        await self._line.send(COMMAND_HEAD.pack(number) + kind.encode(), payload)
+
+    def expect(self, number: int, awaited: "_Awaited") -> None:
+        """Accept one reply to the command of this number."""
+        self._awaited[number] = awaited
+        if self.ended:
+            _fail(awaited, RequestError(f"the line to {self._line.peer_id} was cut", "cut"))
+
+    def forget(self, number: int) -> None:
+        """Accept no reply to this number any longer."""
+        self._awaited.pop(number, None)
 
     async def _read(self) -> None:
         try:
@@ -173,20 +223,32 @@ class _CommandLine:
 
     async def _read_reply(self) -> None:
         head = await self._line.receive(REPLY_HEAD.size)
-        number, status = REPLY_HEAD.unpack(head) if len(head) == REPLY_HEAD.size else (0, DONE)
+        if len(head) != REPLY_HEAD.size:
+            raise RequestError(f"{self._line.peer_id} sent no head of a reply", "damaged")
+        number, status = REPLY_HEAD.unpack(head)
         awaited = self._awaited.pop(number, None)
-        if awaited is None:
-            raise RequestError(f"{self._line.peer_id} replied to no command of this line", "damaged")
+        limit = MAX_REFUSAL_BYTES if awaited is None else awaited.max_bytes
         try:
-            body = await self._line.receive(awaited.max_bytes if status == DONE else MAX_REASON_BYTES)
+            body = await self._line.receive(limit if status == DONE else MAX_REASON_BYTES)
         except RequestError as error:
-            _fail(awaited, error)
+            if awaited is not None:
+                _fail(awaited, error)
             raise
+        if awaited is None:  # of a command that was given up, or of none
+            if number == BROKEN_RELAY:
+                self._on_broken_relay(_printable(body))
+            return
         if status == DONE and not awaited.reply.done():
             awaited.reply.set_result(body)
         elif status != DONE:
             reason = _printable(body)
             _fail(awaited, RequestError(f"refused: {reason}", "busy" if reason == "busy" else "refused"))
+
+    def _on_broken_relay(self, reason: str) -> None:
+        """Fail the commands that this machine may have passed on in vain."""
+        for awaited in self._awaited.values():
+            if awaited.is_relayed:
+                _fail(awaited, RequestError(f"{self._line.peer_id} lost its line: {reason}", "cut"))
 
     def _end(self, error: RequestError) -> None:
         self.ended = True

@@ -14,6 +14,7 @@ out already and is sent again after a line broke, has no second effect.
 A stage passes hidden states on to the next stage on a line of its own (`RELAY_PROTOCOL`), for a command whose route says so:
 
     stage → stage    epoch (u64) · number (u64) · kind  |  payload       no reply; the last stage replies to the driver
+    stage → driver   0 (u64) · 1 (u8)  |  reason                         its line to the next stage has broken
 
 While a command runs, its sender asks the peer's event loop every second whether it is alive:
 
@@ -27,8 +28,9 @@ import asyncio
 import contextlib
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from swarm.errors import RequestError
 from swarm.network.transport import RequestRefused, Transport
@@ -51,7 +53,11 @@ REPLY_HEAD = struct.Struct(">QB")
 RELAY_HEAD = struct.Struct(">QQ")
 DONE, REFUSED = 0, 1
 """Statuses of a reply."""
+BROKEN_RELAY = 0
+"""Number of a reply to no command: the line to the next stage broke."""
 MAX_REASON_BYTES = 200
+MAX_REFUSAL_BYTES = 4096
+"""Longest reply of a stage that should have passed a command on."""
 _YES = b"\x01"
 _ALIVE_INTERVAL_S = 1.0
 """Longest time between two questions. A command that is done by then costs none."""
@@ -98,23 +104,30 @@ def serve_alive(transport: Transport, driver: str) -> None:
     transport.serve(ALIVE_PROTOCOL, answer, max_request_bytes=1)
 
 
-async def watched(transport: Transport, peer_id: str, command: "asyncio.Task[T]", silence_s: float) -> T:
-    """Return the result of `command`. Cancels it and raises RequestError after `silence_s` without a sign of life."""
-    alive_at = time.monotonic()
+async def watched(transport: Transport, peer_ids: Sequence[str], command: "asyncio.Task[T]", silence_s: float) -> T:
+    """Return the result of `command`, on which these peers work.
+
+    Cancels it and raises RequestError once one of them has given no sign of life for `silence_s`.
+    """
+    alive_at = dict.fromkeys(peer_ids, time.monotonic())
+
+    async def ask(peer_id: str) -> None:
+        if await _is_alive(transport, peer_id, silence_s):
+            alive_at[peer_id] = time.monotonic()
+
     try:
         while True:
             await asyncio.wait([command], timeout=min(_ALIVE_INTERVAL_S, silence_s / 4))
             if command.done():
                 return command.result()
-            asking = asyncio.create_task(_is_alive(transport, peer_id, silence_s))
+            asking = asyncio.ensure_future(asyncio.gather(*map(ask, peer_ids)))
             try:
                 await asyncio.wait([command, asking], return_when=asyncio.FIRST_COMPLETED)
-                if asking.done() and asking.result():
-                    alive_at = time.monotonic()
             finally:
                 await _cancelled(asking)
-            if not command.done() and time.monotonic() - alive_at >= silence_s:
-                raise RequestError(f"command to {peer_id} failed: no sign of life for {silence_s:g} s", "deadline")
+            silent = min(alive_at, key=alive_at.__getitem__)
+            if not command.done() and time.monotonic() - alive_at[silent] >= silence_s:
+                raise RequestError(f"command to {silent} failed: no sign of life for {silence_s:g} s", "deadline")
     finally:
         await _cancelled(command)
 
@@ -127,7 +140,7 @@ async def _is_alive(transport: Transport, peer_id: str, deadline_s: float) -> bo
     return True
 
 
-async def _cancelled(task: "asyncio.Task[T]") -> None:
+async def _cancelled(task: "asyncio.Future[Any]") -> None:
     if task.done():
         return
     task.cancel()

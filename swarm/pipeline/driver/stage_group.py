@@ -43,6 +43,7 @@ from swarm.pipeline.driver.schedule import (
     first_of,
     one_forward_one_backward,
 )
+from swarm.pipeline.driver.stage_relay import StageRelay
 from swarm.pipeline.stage_link import StageLink
 from swarm.policy.logprobs import TokenLogprobs
 
@@ -103,6 +104,8 @@ class StageGroup:
         self.stage_norms: tuple[float, ...] = ()
         """Norm of each stage in the last closed batch with finite gradients, before clipping: the weights of CheckFree."""
         self.version = 0
+        self.relay: StageRelay | None = None
+        """Passes states through all stages but the last one, where they are on several machines."""
 
     @property
     def num_stages(self) -> int:
@@ -233,7 +236,11 @@ class StageGroup:
         async def one(part: ScoredPart) -> TokenLogprobs:
             async with places:
                 states: Tensor | TokenLogprobs = part.token_ids
-                for stage, link in enumerate(self._links):
+                first = 0
+                if self.relay is not None and self.relay.is_on:
+                    command = ForwardCommand(0, 0, part.token_ids, without_adapter=without_adapter)
+                    states, first = await self.relay.compute(command), self.num_stages - 1
+                for stage, link in list(enumerate(self._links))[first:]:
                     answers = part.answers if stage == self.num_stages - 1 else None
                     command = ForwardCommand(0, 0, _tensor(states), answers=answers, without_adapter=without_adapter)
                     states = await self._call(stage, "compute", partial(link.forward, command))
@@ -322,7 +329,10 @@ class StageGroup:
         return await self._call(stage, "describe", checked)
 
     async def _decode(self, command: DecodeCommand) -> Tensor:
-        for stage, link in enumerate(self._links):
+        first = 0
+        if self.relay is not None and self.relay.is_on:
+            command, first = replace(command, states=await self.relay.decode(command)), self.num_stages - 1
+        for stage, link in list(enumerate(self._links))[first:]:
             command = replace(command, is_last=stage == self.num_stages - 1)
             command = replace(command, states=await self._call(stage, "decode", partial(link.decode, command)))
         return command.states
