@@ -55,8 +55,8 @@ class Chain:
 
 
 def serve(chain: Chain, place: int) -> CommandService:
-    def relayed(sender: str, kind: str, payload: bytes) -> bytes | tuple[str, bytes] | None:
-        return chain.work(place, sender, kind, payload) if sender == PEERS[place - 1] else None
+    def relayed(sender: str, kind: str, payload: bytes) -> bytes | tuple[str, bytes]:
+        return chain.work(place, sender, kind, payload) if sender == PEERS[place - 1] else b"refused"
 
     return CommandService(
         CHANNEL,

@@ -39,9 +39,8 @@ class Liar(StageHost):
     def carry_out(self, kind: str, payload: bytes) -> bytes:
         return self._lied(kind, super().carry_out(kind, payload))
 
-    def carry_out_relayed(self, sender: str, kind: str, payload: bytes) -> bytes | tuple[str, bytes] | None:
-        outcome = super().carry_out_relayed(sender, kind, payload)
-        return None if outcome is None else self._lied(kind, outcome)
+    def carry_out_relayed(self, sender: str, kind: str, payload: bytes) -> bytes | tuple[str, bytes]:
+        return self._lied(kind, super().carry_out_relayed(sender, kind, payload))
 
     def _lied(self, kind: str, outcome: bytes | tuple[str, bytes]) -> bytes | tuple[str, bytes]:
         if isinstance(outcome, tuple):

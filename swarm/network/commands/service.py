@@ -40,8 +40,8 @@ Onward = tuple[str, bytes]
 """(peer id of the next machine, payload that it gets under the same number and kind)."""
 CarryOut = Callable[[str, bytes], bytes | Onward]
 """(kind, payload) → reply, or what is passed on instead. It runs on the service's thread."""
-CarryOutRelayed = Callable[[str, str, bytes], bytes | Onward | None]
-"""(peer id of the machine that passed it on, kind, payload) → as `CarryOut`; None where that machine may not do so."""
+CarryOutRelayed = Callable[[str, str, bytes], bytes | Onward]
+"""(peer id of the machine that passed it on, kind, payload) → as `CarryOut`. It has to check that this machine may."""
 MaxPayload = Callable[[str], int]
 """kind → largest number of bytes of a payload; 0 for an unknown kind."""
 _OPENING_TIMEOUT_S = 10.0
@@ -223,8 +223,8 @@ class CommandService:
         self._replies[head.number] = task
         return task
 
-    async def _run(self, head: CommandHead, work: Callable[[], bytes | Onward | None]) -> bytes | None:
-        """Return the reply; None for a command that was passed on or is nobody's business."""
+    async def _run(self, head: CommandHead, work: Callable[[], bytes | Onward]) -> bytes | None:
+        """Return the reply; None for a command that was passed on."""
         # A command reaches the thread only when that is free. What waits here can be cancelled, so a driver that begins
         # one epoch after the other leaves no payloads behind.
         await self._turn.acquire()
@@ -232,7 +232,7 @@ class CommandService:
         working.add_done_callback(lambda _: self._turn.release())
         result = await asyncio.shield(working)
         self.num_commands += 1
-        if result is None or isinstance(result, bytes):
+        if isinstance(result, bytes):
             return result
         peer_id, payload = result
         await self._relay.send(peer_id, RELAY_HEAD.pack(head.epoch, head.number) + head.kind.encode(), payload)

@@ -212,16 +212,19 @@ class StageHost:
         """
         return self._carry_out(kind, lambda: self._reply(kind, payload))
 
-    def carry_out_relayed(self, sender: str, kind: str, payload: bytes) -> bytes | tuple[str, bytes] | None:
-        """Carry out what another machine passed on. None, for nobody, unless the driver named it as the one before."""
-        try:
-            fields = Fields(decode_bundle(payload)) if kind in RELAYED_KINDS else None
-            neighbours = None if fields is None else self._neighbours.get(fields.integer("slot"))
-        except PipelineError:
-            return None
-        if fields is None or neighbours is None or neighbours.before != sender:
-            return None
-        return self._carry_out(kind, lambda: self._compute(kind, fields, is_relayed=True))
+    def carry_out_relayed(self, sender: str, kind: str, payload: bytes) -> bytes | tuple[str, bytes]:
+        """As `carry_out`, for what another machine passed on. It is refused unless the driver named it as the one before."""
+
+        def work() -> bytes | tuple[str, bytes]:
+            fields = Fields(decode_bundle(payload)) if kind in RELAYED_KINDS else Fields(Bundle())
+            slot = fields.integer("slot")
+            self._stage(slot)
+            neighbours = self._neighbours.get(slot)
+            if neighbours is None or neighbours.before != sender:
+                raise PipelineError(f"states must come from the stage before, got some of {sender}; send them directly")
+            return self._compute(kind, fields, is_relayed=True)
+
+        return self._carry_out(kind, work)
 
     def _carry_out(self, kind: str, work: Callable[[], "bytes | tuple[str, bytes]"]) -> bytes | tuple[str, bytes]:
         try:
