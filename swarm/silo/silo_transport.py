@@ -47,6 +47,7 @@ from swarm.records.rejection import InvalidRecord
 from swarm.silo.bulletin import BULLETIN_PROTOCOL, Bulletin
 from swarm.silo.grant import decode_token
 from swarm.silo.membership import Membership
+from swarm.silo.sealed_line import SealedLine
 from swarm.silo.sealing import OVERHEAD_BYTES, EpochKey, epoch_of
 from swarm.silo.silo_files import SeenRolls, SiloFiles
 
@@ -96,53 +97,6 @@ class SealedIndex:
 
 def _context(name: str, subkey: str) -> bytes:
     return f"{name}/{subkey}".encode()
-
-
-class _SealedLine:
-    """A line with sealed frames; see `transport.Line`. Each is bound to its place in the line."""
-
-    def __init__(self, inner: Line, membership: Membership, protocol: str, ends: tuple[str, str]) -> None:
-        """`ends`: peer ids of the opener and of the answerer."""
-        self.peer_id = inner.peer_id
-        self._inner = inner
-        self._membership = membership
-        self._protocol = protocol
-        self._context = f"line/{protocol}/{'/'.join(ends)}"
-        self._ways = ("back", "forth") if inner.peer_id == ends[0] else ("forth", "back")  # sent, received
-        self._num_sent = 0
-        self._num_received = 0
-
-    async def send(self, *frames: bytes) -> None:
-        """See `transport.Line.send`."""
-        try:
-            key, sealed = self._membership.keys.current, list[bytes]()
-        except SiloError as error:
-            raise RequestError(f"the line to {self.peer_id} was cut: {error}", "cut") from None
-        for frame in frames:
-            sealed.append(key.seal(self._protocol, frame, self._place(self._ways[0], self._num_sent)))
-            self._num_sent += 1
-        await self._inner.send(*sealed)
-
-    async def receive(self, max_bytes: int) -> bytes:
-        """See `transport.Line.receive`. A frame that does not open, or is of no member any longer, ends the line."""
-        sealed = await self._inner.receive(max_bytes + OVERHEAD_BYTES)
-        try:
-            if not self._membership.is_member(self.peer_id):
-                raise SiloError("a line must lead to a member", "stranger")
-            context = self._place(self._ways[1], self._num_received)
-            frame = self._membership.keys.key_for(sealed).open(self._protocol, sealed, context)
-        except SiloError as error:
-            self.close()
-            raise RequestError(f"the line to {self.peer_id} was cut: {error}", "damaged") from None
-        self._num_received += 1
-        return frame
-
-    def close(self) -> None:
-        """See `transport.Line.close`."""
-        self._inner.close()
-
-    def _place(self, way: str, number: int) -> bytes:
-        return f"{self._context}/{way}/{number}".encode()
 
 
 _GOSSIP = "gossip"
@@ -266,7 +220,7 @@ class SiloTransport:
         async def serve(line: Line) -> None:
             if not self._membership.is_member(line.peer_id):
                 raise self._refusal("stranger")
-            await handler(_SealedLine(line, self._membership, protocol, (line.peer_id, self.peer_id)))
+            await handler(self._sealed(line, protocol, (line.peer_id, self.peer_id)))
 
         self._inner.serve_lines(protocol, serve)
 
@@ -276,7 +230,14 @@ class SiloTransport:
             raise RequestError(f"{what}: not a member", "refused")
         self._key(what)
         line = await self._inner.open_line(peer_id, protocol, deadline_s=deadline_s)
-        return _SealedLine(line, self._membership, protocol, (self.peer_id, peer_id))
+        return self._sealed(line, protocol, (self.peer_id, peer_id))
+
+    def _sealed(self, line: Line, protocol: str, ends: tuple[str, str]) -> SealedLine:
+        def on_fault(sealed: bytes, error: SiloError) -> None:
+            self._strangers[error.fault] += 1
+            self._check_epoch(line.peer_id, sealed, error)
+
+        return SealedLine(line, self._membership, protocol, ends, on_fault=on_fault)
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
         self._topics[topic] = handler

@@ -1,4 +1,4 @@
-"""Hidden states that pass from stage to stage: the same numbers as through the driver, and a fallback to it for whatever fails."""
+"""Hidden states that pass from stage to stage: the numbers are the same, and whatever fails goes through the driver again."""
 
 import random
 import time

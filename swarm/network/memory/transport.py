@@ -28,7 +28,7 @@ from swarm.network.memory.network import (
 from swarm.network.peer_index import IndexShare
 from swarm.network.requests.framing import Response, Status
 from swarm.network.requests.server import RequestServer
-from swarm.network.transport import Contact, GossipHandler, LineHandler, RequestHandler, TrafficCounter, by_place
+from swarm.network.transport import Contact, GossipHandler, Line, LineHandler, RequestHandler, TrafficCounter, by_place
 
 __all__ = ["NO_FAULTS", "Faults", "MemoryNetwork", "MemoryTransport"]
 
@@ -53,7 +53,7 @@ class MemoryTransport:
         self._rule = IndexRule(validator, self.now)
         self.index_share = IndexShare(self.now)
         self._tasks: set[asyncio.Task[Response]] = set()
-        self._lines: dict[asyncio.Task[None], MemoryLine] = {}  # that peers opened, by the task that serves each
+        self._lines: set[asyncio.Task[None]] = set()  # each serves a line that a peer opened
         self._server = RequestServer(
             max_concurrent=max_concurrent_requests, timeout_s=request_timeout_s, traffic=self.traffic
         )
@@ -130,7 +130,7 @@ class MemoryTransport:
     def serve_lines(self, protocol: str, handler: LineHandler) -> None:
         self._server.serve_lines(protocol, handler)
 
-    async def open_line(self, peer_id: str, protocol: str, *, deadline_s: float) -> MemoryLine:
+    async def open_line(self, peer_id: str, protocol: str, *, deadline_s: float) -> Line:
         target = f"{protocol} to {peer_id}"
         try:
             async with asyncio.timeout(deadline_s):
@@ -146,14 +146,15 @@ class MemoryTransport:
         if protocol not in answerer._server.protocols:
             raise self._failure(target, "unreachable", "this protocol is not served there")
         near, far = MemoryLine.pair(self._network, self.peer_id, peer_id, (self.traffic, answerer.traffic))
-        answerer._serve_line(protocol, far)
+        answerer.take_line(protocol, far)
         self._network.hold(near)
         return near
 
-    def _serve_line(self, protocol: str, line: MemoryLine) -> None:
+    def take_line(self, protocol: str, line: Line) -> None:
+        """Serve a line that a peer has opened."""
         task = asyncio.create_task(self._server.answer_line(protocol, line))
-        self._lines[task] = line
-        task.add_done_callback(lambda done: self._lines.pop(done, None))
+        self._lines.add(task)
+        task.add_done_callback(self._lines.discard)
 
     async def request(
         self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int, deadline_s: float

@@ -252,15 +252,14 @@ class StageHost:
 
     def _compute(self, kind: str, fields: Fields, *, is_relayed: bool) -> bytes | tuple[str, bytes]:
         slot = fields.integer("slot")
-        stage = self._stage(slot)
+        stage, neighbours = self._stage(slot), self._neighbours.get(slot)
+        if is_relayed and (kind not in RELAYED_KINDS or (kind == "forward" and fields.integer("batch"))):
+            raise PipelineError("only states without gradients are passed on; send this command by itself")
         precision = _PRECISIONS.get(fields.text("precision"), "fp32") if kind in STATES_KINDS else "fp32"
         bundle, is_states = stage_reply(stage, kind, fields, precision=precision)
         precisions: dict[str, WirePrecision] | None = {"states": precision} if is_states else None
-        neighbours = self._neighbours.get(slot)
         if not is_relayed or neighbours is None or neighbours.after is None:
             return encode_bundle(bundle, precisions)
-        if not is_states or (kind == "forward" and fields.integer("batch")):
-            raise PipelineError("only hidden states without gradients are passed on; send this command by itself")
         onward = {**fields.values(), "slot": neighbours.after_slot}
         return neighbours.after, encode_bundle(Bundle(onward, bundle.tensors), precisions)
 
