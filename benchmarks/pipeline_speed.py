@@ -72,9 +72,9 @@ class Case:
     base: str
     num_stages: int
     num_turns: int
-    num_groups: int = 4
-    group_size: int = 16
-    num_tokens: int = 32
+    num_groups: int = 8
+    group_size: int = 8
+    num_tokens: int = 64
     stages: tuple[str, ...] = ()
     """Addresses of the stage machines."""
     folder: str = ""
@@ -105,7 +105,7 @@ def main() -> None:
         large = Path(scratch) / "llama"
         with quiet_libraries():
             small_llama(large)
-        for name, base, turns in (("0.9 M", str(BUNDLED_FOLDER), 5), ("32 M", str(large), 3)):
+        for name, base, turns in (("0.9 M", str(BUNDLED_FOLDER), 5), ("32 M", str(large), 2)):
             figures |= over_stages(name, Case(base, 1, turns), Path(scratch), (2,) if options.quick else (2, 4))
         if not options.quick:
             figures |= over_delays(Case(str(BUNDLED_FOLDER), 2, 3), Path(scratch))
