@@ -261,6 +261,7 @@ class _CommandLine:
 def _fail(awaited: _Awaited, error: RequestError) -> None:
     if not awaited.reply.done():
         awaited.reply.set_exception(error)
+        awaited.reply.exception()  # whoever sent it may have failed before it waited; asyncio would warn
 
 
 def _printable(reason: bytes) -> str:

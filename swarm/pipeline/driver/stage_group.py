@@ -258,10 +258,7 @@ class StageGroup:
         return await self._decode(DecodeCommand(session, token_ids, left_padding))
 
     async def extend(self, session: int, token_ids: Tensor, rows: Sequence[int] | None = None) -> Tensor:
-        """Append one column [B, 1]; returns logits [B, V] after it.
-
-        Row i continues row `rows[i]` of the session, by default row i.
-        """
+        """Append one column [B, 1] and return logits [B, V] after it. Row i continues row `rows[i]`, by default row i."""
         return await self._decode(DecodeCommand(session, token_ids, rows=None if rows is None else tuple(rows)))
 
     async def end(self, session: int) -> None:
