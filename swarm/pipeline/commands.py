@@ -129,7 +129,9 @@ class StageSettings:
     max_sessions: int = 64
     """Most sessions; at least the number of stages, since a pipeline samples in as many sessions as it has stages."""
     max_session_bytes: int = 1 << 30
-    """Most bytes of keys and values of all sessions together, plus the mask and logits of one command."""
+    """Most bytes of keys and values of all sessions together, plus the mask and logits of one command.
+
+    Buffers may be a quarter larger than what is in use."""
     session_idle_s: float = 600.0
     """A session that was not continued for this time may be removed for a new one."""
 

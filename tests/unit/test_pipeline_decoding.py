@@ -13,6 +13,7 @@ from swarm.errors import NetworkError, PipelineError, StageLostError
 from swarm.pipeline.commands import CloseBatchCommand, CommitCommand, DecodeCommand, ForwardCommand, StageSettings
 from swarm.pipeline.driver.pipeline_policy import greedy
 from swarm.pipeline.stage.stage import Stage
+from swarm.pipeline.stage.stage_model import GrowingLayer
 from swarm.pipeline.stage_link import InProcessLink
 from tests.unit.pipeline_models import (
     ARCHITECTURES,
@@ -265,3 +266,21 @@ async def test_a_pipeline_of_five_stages_decodes_in_five_sessions(
     async with open_stage_group(pipeline_models["llama"], [1] * 5, LORA) as opened:
         answers = await opened.policy.generate([[5, 6], [7], [8], [9, 10], [11]], greedy, max_new_tokens=2)
         assert [len(answer) for answer in answers] == [2] * 5
+
+
+def test_a_new_token_copies_no_earlier_keys_and_room_stays_below_a_quarter() -> None:
+    generator = torch.Generator().manual_seed(1)
+    layer, wanted = GrowingLayer(), torch.empty(3, 2, 0, 4)
+    num_buffers, last = 0, 0
+    for step in range(200):
+        new = torch.randn(len(wanted), 2, 5 if step == 0 else 1, 4, generator=generator)
+        wanted = torch.cat([wanted, new], dim=-2)
+        keys, values = layer.update(new, -new)
+        assert torch.equal(keys, wanted) and torch.equal(values, -wanted)
+        room = layer._rooms[0]
+        assert room is not None and room.shape[-2] <= 1.25 * wanted.shape[-2]
+        num_buffers, last = num_buffers + (keys.data_ptr() != last), keys.data_ptr()
+        if step == 100:  # the third row twice, the second one has ended
+            layer.reorder_cache(torch.tensor([2, 2, 0]))
+            wanted = wanted[[2, 2, 0]]
+    assert num_buffers < 25

@@ -250,7 +250,7 @@ class CommandService:
         for task in replies.values():
             task.cancel()
 
-    def _settle(self, head: CommandHead, task: "asyncio.Task[bytes]") -> None:
+    def _settle(self, head: CommandHead, task: "asyncio.Task[bytes | None]") -> None:
         if self._replies.get(head.number) is not task:
             return  # the task of an earlier epoch
         self._waiting_bytes.pop(head.number, None)

@@ -18,6 +18,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
 from swarm.adapters.adapter_state import adapter_parameters
 from swarm.adapters.load_pretrained import quiet_libraries
@@ -84,6 +85,37 @@ def _unreadable(path: Path, error: Exception) -> PipelineError:
     )
 
 
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one layer in buffers with some room, so that a new token does not copy those before it.
+
+    The room is at most a quarter of what is in use. Reordered rows get new buffers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: list[Tensor | None] = [None, None]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append columns and return all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self._rooms[0] = _appended(self.keys, self._rooms[0], key_states)
+        self.values, self._rooms[1] = _appended(self.values, self._rooms[1], value_states)
+        return self.keys, self.values
+
+
+def _appended(held: Tensor, room: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (the tensor with the new columns [.., n, D], the buffer that it is the beginning of)."""
+    start = held.shape[-2] if held.numel() else 0
+    stop = start + new.shape[-2]
+    if room is None or not start or held.data_ptr() != room.data_ptr() or stop > room.shape[-2]:
+        room = new.new_empty((*new.shape[:-2], stop + stop // 4 if start else stop, new.shape[-1]))
+        if start:
+            room[..., :start, :] = held
+    room[..., start:stop, :] = new
+    return room[..., :stop, :], room
+
+
 class StageModel:
     """The model of one stage: frozen with a LoRA adapter, or trainable as a whole."""
 
@@ -145,7 +177,9 @@ class StageModel:
 
     def new_cache(self) -> transformers.DynamicCache:
         """Return empty keys and values for the layers of the slice."""
-        return transformers.DynamicCache(config=self._shell.config)
+        cache = transformers.DynamicCache(config=self._shell.config)
+        cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        return cache
 
     def adapter_off(self) -> AbstractContextManager[None]:
         """Within this context the slice computes as the frozen base. Raises PipelineError where all of it trains."""
