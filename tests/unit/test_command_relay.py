@@ -94,6 +94,14 @@ async def test_each_machine_passes_on_and_the_last_one_replies() -> None:
         assert driver.requests_failed == 0
 
 
+async def test_a_bug_on_the_way_reaches_the_driver(caplog: pytest.LogCaptureFixture) -> None:
+    async with chain_of_three() as chain:
+        chain.services[1]._carry_out_relayed = lambda *_: bytes(1 // len(chain.services[:0]))
+        with pytest.raises(RequestError, match="refused: the command broke"):
+            await chain.send()
+        assert "ZeroDivisionError" in caplog.text
+
+
 async def test_a_refusal_on_the_way_reaches_the_driver() -> None:
     async with chain_of_three() as chain:
         chain.refusing = 1

@@ -45,6 +45,7 @@ CarryOutRelayed = Callable[[str, str, bytes], bytes | Onward]
 MaxPayload = Callable[[str], int]
 """kind → largest number of bytes of a payload; 0 for an unknown kind."""
 _OPENING_TIMEOUT_S = 10.0
+_BROKE = "the command broke"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,9 @@ class CommandService:
                 self._waiting_bytes.pop(head.number, None)
         except RequestRefused as refusal:
             outcome = refusal
+        except Exception:  # see `_reply_when_done`
+            logger.warning("a relayed command failed", exc_info=True)
+            outcome = RequestRefused(_BROKE)
         if outcome is not None and self._driver_line is not None and head.epoch == self._epoch:
             await _reply(self._driver_line, head.number, outcome)
 
@@ -323,7 +327,7 @@ async def _reply_when_done(line: Line, number: int, task: "asyncio.Task[bytes | 
         await _reply(line, number, refusal)
     except Exception:  # a failing command costs its reply, never the machine
         logger.warning("a command failed", exc_info=True)
-        await _reply(line, number, RequestRefused("the command broke"))
+        await _reply(line, number, RequestRefused(_BROKE))
 
 
 async def _reply(line: Line, number: int, outcome: bytes | RequestRefused) -> None:

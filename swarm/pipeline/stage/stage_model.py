@@ -187,7 +187,10 @@ class StageModel:
             raise PipelineError(
                 "the base's log-probs need a frozen base, got one that trains as a whole; set kl_coef = 0"
             )
-        return nullcontext() if self._adapted is None else self._adapted.disable_adapter()
+        if self._adapted is None:
+            return nullcontext()
+        self._use_merged(False)
+        return self._adapted.disable_adapter()
 
     def weights_changed(self) -> None:
         """Merge again before the next answers are sampled. Call it after every change of the trainable parameters."""
