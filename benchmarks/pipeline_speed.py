@@ -48,7 +48,7 @@ from swarm.node.policy_backend import PolicyBackend, local_backend
 from swarm.pipeline.commands import StageSettings
 from swarm.pipeline.driver.pipeline_policy import PipelineModel, PipelinePolicy, greedy
 from swarm.pipeline.driver.stage_group import StageGroup, StageGroupSettings
-from swarm.pipeline.model_shape import model_shape, stage_parts
+from swarm.pipeline.model_shape import model_modules, model_shape, stage_parts
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage.stage_host import base_model
 from swarm.pipeline.stage.stage_model import load_stage
@@ -158,8 +158,7 @@ def over_machines(
 ) -> dict[str, float]:
     """Start the stages and measure from a driver. `hosts`: address and command prefix of each stage."""
     hosts = hosts or [("127.0.0.1", [])] * (case.num_stages - 1)
-    num_layers = model_shape(Path(case.base)).num_layers
-    size = num_layers // case.num_stages
+    size = layers_per_stage(case)
     with tempfile.TemporaryDirectory(dir=scratch) as folder, contextlib.ExitStack() as stack:
         folders = [Path(folder, f"stage-{number}") for number in range(len(hosts))]
         stages = tuple(
@@ -181,6 +180,14 @@ def over_machines(
             stack.callback(process.wait)
             stack.callback(process.kill)
         return run(case, driver)
+
+
+def layers_per_stage(case: Case) -> int:
+    """Layers of each stage but the driver's, whose head takes the time of some layers."""
+    base = base_model(parse(case.settings).policy, "cpu")
+    layers, _, head = model_modules(base.folder)
+    of_head, of_layer = (sum(p.numel() for p in module.parameters()) for module in (head, layers[0][1]))
+    return round((len(layers) + of_head / of_layer) / case.num_stages)
 
 
 def run(case: Case, prefix: Sequence[str] = ()) -> dict[str, float]:
@@ -284,13 +291,14 @@ def overheads(case: Case, config: Config, policy: PipelinePolicy, received: Any)
 async def in_one_process(case: Case, config: Config, measured: Any) -> tuple[float, float]:
     """The same with all stages in this process, one after the other."""
     base = base_model(config.policy, "cpu")
-    size = model_shape(base.folder).num_layers // case.num_stages
+    size, num_layers = layers_per_stage(case), model_shape(base.folder).num_layers
+    sizes = [size] * (case.num_stages - 1)
     links = [
         InProcessLink(
             Stage(load_stage(base.folder, part, lora=base.lora, device=base.device, dtype=base.dtype), StageSettings()),
             precision=None,
         )
-        for part in stage_parts([size] * case.num_stages)
+        for part in stage_parts([*sizes, num_layers - sum(sizes)])
     ]
     stage_group = StageGroup(links, StageGroupSettings())
     await stage_group.start()

@@ -40,7 +40,7 @@ from swarm.pipeline.tensor_bundle import (
 from swarm.policy.logprobs import TokenLogprobs
 
 T = TypeVar("T")
-_MAX_BYTES_ON_LOOP = 1 << 15
+_MAX_BYTES_ON_LOOP = 1 << 17
 """Bundles up to this size are encoded and decoded on the event loop: a switch of threads takes longer."""
 Limit = int
 """Most bytes of a reply."""
