@@ -152,7 +152,7 @@ def _read_ahead(secured_conn: Any) -> None:
     """Install `_ReadAhead` between handshake and first frame, when no byte is buffered elsewhere."""
     packets = getattr(getattr(secured_conn, "conn", None), "read_writer", None)
     if packets is not None:  # else there is no Noise, as in tests
-        line = getattr(packets.read_write_closer, "stream", None)  # a TrioTCPStream
+        line: Any = getattr(packets.read_write_closer, "stream", None)  # a TrioTCPStream
         if hasattr(line, "write_lock") and hasattr(line, "read_lock"):
             line.write_lock, line.read_lock = EagerLock(), EagerLock()
         packets.read_write_closer = _ReadAhead(packets.read_write_closer)

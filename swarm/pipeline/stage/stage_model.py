@@ -104,13 +104,13 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def _appended(held: Tensor, room: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+def _appended(held: Tensor | None, room: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
     """Return (the tensor with the new columns [.., n, D], the buffer that it is the beginning of)."""
-    start = held.shape[-2] if held.numel() else 0
+    start = held.shape[-2] if held is not None and held.numel() else 0
     stop = start + new.shape[-2]
-    if room is None or not start or held.data_ptr() != room.data_ptr() or stop > room.shape[-2]:
+    if held is None or room is None or not start or held.data_ptr() != room.data_ptr() or stop > room.shape[-2]:
         room = new.new_empty((*new.shape[:-2], stop + stop // 4 if start else stop, new.shape[-1]))
-        if start:
+        if held is not None and start:
             room[..., :start, :] = held
     room[..., start:stop, :] = new
     return room[..., :stop, :], room
