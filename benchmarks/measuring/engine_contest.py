@@ -69,7 +69,7 @@ class Contest:
         policy.eos_token_ids = (-1,)  # lengths are given
         self._policy = policy
         self._engine = SlotEngine(policy, max_answers)
-        self._folded = MergedLayers(policy)
+        self._folded = MergedLayers(policy.model)
 
     def run(self, case: Case, num_turns: int) -> Times:
         """`num_turns` of each system after one that does not count."""

@@ -82,7 +82,7 @@ class LongContest:
         policy.eos_token_ids = (-1,)  # lengths are given
         self._policy = policy
         self._case = case
-        self._folded = MergedLayers(policy)
+        self._folded = MergedLayers(policy.model)
         self._engine = SlotEngine(policy, case.num_prompts * case.group_size)
         numbers = random.Random(1)
         vocabulary = range(8, min(policy.vocab_size, 8192))

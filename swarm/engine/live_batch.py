@@ -172,7 +172,7 @@ class _LiveSlots:
         if without_adapter:
             self._layers = lambda: _disabled_adapter(policy)
         else:
-            merged = MergedLayers(policy, max_bytes=available_bytes(policy.device) // FOLD_SHARE)
+            merged = MergedLayers(policy.model, max_bytes=available_bytes(policy.device) // FOLD_SHARE)
             merged.merge()
             self._layers = merged.as_merged_last
         with torch.inference_mode(), self._layers():

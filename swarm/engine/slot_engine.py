@@ -42,13 +42,13 @@ from swarm.policy.policy import Policy
 
 
 class MergedLayers:
-    """A context manager within which `policy.model` runs on merged weights, computed on each entry."""
+    """A context manager within which `model`, of peft, runs on merged weights, computed on each entry."""
 
-    def __init__(self, policy: Policy, max_bytes: int | None = None) -> None:
+    def __init__(self, model: Any, max_bytes: int | None = None) -> None:
         """Merges nothing where the plain layers would take more than `max_bytes`."""
-        modules = dict(policy.model.base_model.model.named_modules())
+        modules = dict(model.base_model.model.named_modules())
         self._places: list[tuple[nn.Module, str, Any, nn.Linear]] = []
-        foldable = [(name, layer) for name, layer in adapted_layers(policy.model) if _is_foldable(layer.base_layer)]
+        foldable = [(name, layer) for name, layer in adapted_layers(model) if _is_foldable(layer.base_layer)]
         needed = sum(layer.base_layer.weight.nbytes for _, layer in foldable)
         if max_bytes is not None and needed > max_bytes:
             return
@@ -127,7 +127,7 @@ class SlotEngine:
         self._max_batch_sequences = max_batch_sequences
         self._cache_bytes = cache_bytes
         self._model = SlotModel(policy)
-        self._merged = MergedLayers(policy, max_bytes=available_bytes(policy.device) // FOLD_SHARE)
+        self._merged = MergedLayers(policy.model, max_bytes=available_bytes(policy.device) // FOLD_SHARE)
         self._cache: SlotCache | None = None  # of the last call
 
     @torch.inference_mode()  # a twelfth faster than no_grad for a small model

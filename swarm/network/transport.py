@@ -54,6 +54,36 @@ class Contact:
     hosts_index: bool
 
 
+class Line(Protocol):
+    """An open connection to one peer. Frames travel on it in both directions, in order, until one side closes it.
+
+    The transport proves who the peer is when it connects, and encrypts what is sent: nobody else can read, change, repeat
+    or reorder frames. One coroutine may receive at a time; several may send.
+    """
+
+    peer_id: str
+    """The peer at the other end."""
+
+    async def send(self, *frames: bytes) -> None:
+        """Send frames together, and wait while the peer reads more slowly. Raises RequestError (cut)."""
+        ...
+
+    async def receive(self, max_bytes: int) -> bytes:
+        """Return the next frame. Raises RequestError: cut, or oversize for a frame that announces more than `max_bytes`.
+
+        Nothing of a longer frame is read, so the line is of no use after that but for sending.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the line, also for the peer. Idempotent."""
+        ...
+
+
+LineHandler = Callable[[Line], Awaitable[None]]
+"""Serves a line that a peer has opened, which is closed when it returns. It may raise RequestError."""
+
+
 class RequestRefused(Exception):
     """A handler refuses a request. The reason (short ASCII text) is sent to the caller."""
 
@@ -158,6 +188,14 @@ class Transport(Protocol):
         A response is refused as soon as its announced length exceeds `max_response_bytes`. Raises RequestError
         (unreachable, refused, oversize, damaged, deadline).
         """
+        ...
+
+    def serve_lines(self, protocol: str, handler: LineHandler) -> None:
+        """Serve the lines that peers open under a protocol. Call it before `start`."""
+        ...
+
+    async def open_line(self, peer_id: str, protocol: str, *, deadline_s: float) -> Line:
+        """Open a line, which the caller closes. Raises RequestError (unreachable, deadline)."""
         ...
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:

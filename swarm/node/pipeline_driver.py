@@ -1,11 +1,11 @@
 """The driving node of a pipeline: what `swarm run` samples and trains with where `policy.pipeline` names machines.
 
 compute thread: Learner ─▶ PipelinePolicy, PipelineEngine, PipelineOptimizer
-    ─▶ event loop: PipelineSupervisor ─▶ signed commands ─▶ `swarm stage`
+    ─▶ event loop: PipelineSupervisor ─▶ commands, on one line each ─▶ `swarm stage`
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,9 @@ class PipelineDriver:
         self._caller = CommandCaller(channel, identity, transport, clock=clock)
         self._supervisor: PipelineSupervisor | None = None
 
-    async def send(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
+    async def send(
+        self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int, relayed_to: Sequence[str] = ()
+    ) -> bytes:
         """See `SendCommand`."""
         # a machine imports for seconds when it gets its first command, which has a deadline of its own
         silence_s = None if kind == "machine" else self._config.policy.pipeline.silence_timeout_s
@@ -56,6 +58,7 @@ class PipelineDriver:
             max_reply_bytes=max_reply_bytes,
             deadline_s=self._deadline_s,
             silence_s=silence_s,
+            relayed_to=relayed_to,
         )
 
     def bring_up(self, config: Config, loop: asyncio.AbstractEventLoop, hash_cache: Path) -> "PolicyBackend":

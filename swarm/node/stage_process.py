@@ -138,7 +138,13 @@ class StageProcess:
         assert transport is not None, "checked by check_pipeline"
         pipeline = self._config.policy.pipeline
         channel = CommandChannel(config.swarm_id, pipeline.name, driver=pipeline.driver, members=pipeline.members)
-        service = CommandService(channel, transport, carry_out=host.carry_out, max_payload=host.max_payload_bytes)
+        service = CommandService(
+            channel,
+            transport,
+            carry_out=host.carry_out,
+            max_payload=host.max_payload_bytes,
+            carry_out_relayed=host.carry_out_relayed,
+        )
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(transport.stop)
             stack.push_async_callback(service.close)

@@ -91,6 +91,8 @@ class DecodeCommand:
     session: int
     states: Tensor  # as in ForwardCommand
     left_padding: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None
+    """Rows that are kept, repeated and reordered before: row i continues row `rows[i]`. None keeps all."""
     is_last: bool = False
     """Whether the stage returns logits [B, V] of the last column instead of hidden states."""
 
@@ -127,7 +129,9 @@ class StageSettings:
     max_sessions: int = 64
     """Most sessions; at least the number of stages, since a pipeline samples in as many sessions as it has stages."""
     max_session_bytes: int = 1 << 30
-    """Most bytes of keys and values of all sessions together, plus the mask and logits of one command."""
+    """Most bytes of keys and values of all sessions together, plus the mask and logits of one command.
+
+    Buffers may be a quarter larger than what is in use."""
     session_idle_s: float = 600.0
     """A session that was not continued for this time may be removed for a new one."""
 
@@ -169,6 +173,13 @@ class Fields:
         if type(value) is not str:
             raise _odd(name, "text")
         return value
+
+    def optional_text(self, name: str) -> str | None:
+        return self.text(name) if self.has(name) else None
+
+    def values(self) -> dict[str, Any]:
+        """All fields as they came."""
+        return dict(self._bundle.fields)
 
     def integers(self, name: str) -> tuple[int, ...]:
         value = self._bundle.fields.get(name)
@@ -322,14 +333,17 @@ def commit_command(fields: Fields) -> CommitCommand:
 
 def decode_command_bundle(command: DecodeCommand) -> Bundle:
     padding = None if command.left_padding is None else list(command.left_padding)
-    return Bundle(
-        {"session": command.session, "left_padding": padding, "is_last": command.is_last}, {"states": command.states}
-    )
+    rows = None if command.rows is None else list(command.rows)
+    fields = {"session": command.session, "left_padding": padding, "rows": rows, "is_last": command.is_last}
+    return Bundle(fields, {"states": command.states})
 
 
 def decode_command(fields: Fields) -> DecodeCommand:
     padding = fields.integers("left_padding") if fields.has("left_padding") else None
-    return DecodeCommand(fields.integer("session"), fields.tensor("states"), padding, is_last=fields.flag("is_last"))
+    rows = fields.integers("rows") if fields.has("rows") else None
+    return DecodeCommand(
+        fields.integer("session"), fields.tensor("states"), padding, rows=rows, is_last=fields.flag("is_last")
+    )
 
 
 def facts_bundle(facts: StageFacts) -> Bundle:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from swarm.errors import PipelineError, RequestError, StageRefusedError, StageReplyError
@@ -39,6 +40,8 @@ from swarm.pipeline.tensor_bundle import (
 from swarm.policy.logprobs import TokenLogprobs
 
 T = TypeVar("T")
+_MAX_BYTES_ON_LOOP = 1 << 17
+"""Bundles up to this size are encoded and decoded on the event loop: a switch of threads takes longer."""
 Limit = int
 """Most bytes of a reply."""
 
@@ -46,7 +49,11 @@ Limit = int
 class SendCommand(Protocol):
     """Sends one command to a peer and returns the reply. Raises NetworkError."""
 
-    async def __call__(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes: ...
+    async def __call__(
+        self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int, relayed_to: Sequence[str] = ()
+    ) -> bytes:
+        """`relayed_to`: the machines that pass it on, of which the last one replies."""
+        ...
 
 
 async def ask(
@@ -57,16 +64,21 @@ async def ask(
     *,
     max_reply_bytes: int = FRAME_BYTES,
     precision: WirePrecision | None = None,
+    relayed_to: Sequence[str] = (),
 ) -> Fields:
     """Send one command and read its reply.
 
     Raises NetworkError, StageRefusedError where the peer refuses, and StageReplyError for a malformed reply.
     """
     precisions: dict[str, WirePrecision] = {} if precision is None else {"states": precision}
-    payload = await asyncio.to_thread(encode_bundle, bundle, precisions)
-    reply = await send(peer_id, kind, payload, max_reply_bytes=max_reply_bytes)
+    is_small = sum(tensor.nbytes for tensor in bundle.tensors.values()) <= _MAX_BYTES_ON_LOOP
+    payload = (
+        encode_bundle(bundle, precisions) if is_small else await asyncio.to_thread(encode_bundle, bundle, precisions)
+    )
+    reply = await send(peer_id, kind, payload, max_reply_bytes=max_reply_bytes, relayed_to=relayed_to)
     with replies_of(peer_id):
-        fields = Fields(await asyncio.to_thread(decode_bundle, reply))
+        is_small = len(reply) <= _MAX_BYTES_ON_LOOP
+        fields = Fields(decode_bundle(reply) if is_small else await asyncio.to_thread(decode_bundle, reply))
         not_loaded = fields.text("gone") if fields.has("gone") else ""
         refused = fields.text("refused") if fields.has("refused") else ""
     if not_loaded:  # the process that held the layers ended, and a new one answers under its name
@@ -150,9 +162,6 @@ class RemoteLink:
             read=lambda fields: command_bytes.shaped(fields.tensor("states"), shape),
         )  # fmt: skip
 
-    async def select(self, session: int, rows: Sequence[int]) -> None:
-        await self._command("select", Bundle({"session": session, "rows": list(rows)}))
-
     async def end(self, session: int) -> None:
         await self._command("end", Bundle({"session": session}))
 
@@ -219,8 +228,6 @@ class StageLink(Protocol):
 
     async def decode(self, command: DecodeCommand) -> Tensor: ...
 
-    async def select(self, session: int, rows: Sequence[int]) -> None: ...
-
     async def end(self, session: int) -> None: ...
 
     async def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int | float]]: ...
@@ -234,12 +241,12 @@ class InProcessLink:
     """A link to a stage of this process, which runs one command at a time on a thread of its own.
 
     Hidden states and their gradients pass through the wire format in `precision`, as between machines; ids, log-probs and
-    logits are never rounded.
+    logits are never rounded. Without `precision` they are passed on as they are: the links to the other stages round them.
     """
 
-    def __init__(self, stage: Stage, *, precision: WirePrecision = "fp32") -> None:
+    def __init__(self, stage: Stage, *, precision: WirePrecision | None = "fp32") -> None:
         self._stage = stage
-        self._precision: WirePrecision = precision
+        self._precision: WirePrecision | None = precision
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
 
     def close(self) -> None:
@@ -277,9 +284,6 @@ class InProcessLink:
             lambda: self._sent(self._stage.decode(replace(command, states=self._sent(command.states))))
         )
 
-    async def select(self, session: int, rows: Sequence[int]) -> None:
-        await self._do(lambda: self._stage.select(session, rows))
-
     async def end(self, session: int) -> None:
         await self._do(lambda: self._stage.end(session))
 
@@ -297,6 +301,10 @@ class InProcessLink:
 
     def _sent(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
+            return tensor
+        if self._precision is None:
+            if not bool(torch.isfinite(tensor).all()):
+                raise PipelineError("an activation must be finite, got NaN or infinity; drop the batch")
             return tensor
         precision = self._precision if tensor.dim() == 3 else "fp32"
         # a network rounds once in each direction; rounding a rounded tensor again changes nothing

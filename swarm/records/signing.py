@@ -109,7 +109,7 @@ class Purpose(Enum):
     ADAPTER_OFFER = b"swarm/adapter/1\x00"
     DONOR_OFFER = b"swarm/donor-offer/1\x00"
     FINAL_OFFER = b"swarm/final-offer/1\x00"
-    COMMAND = b"swarm/order/1\x00"
+    COMMAND = b"swarm/order/2\x00"
 
 
 def sign_record(identity: Identity, swarm_id: str, payload: bytes, purpose: Purpose = Purpose.HEADER) -> SignedRecord:

@@ -34,6 +34,8 @@ from swarm.network.transport import (
     Admits,
     Contact,
     GossipHandler,
+    Line,
+    LineHandler,
     RequestHandler,
     RequestRefused,
     Transport,
@@ -45,6 +47,7 @@ from swarm.records.rejection import InvalidRecord
 from swarm.silo.bulletin import BULLETIN_PROTOCOL, Bulletin
 from swarm.silo.grant import decode_token
 from swarm.silo.membership import Membership
+from swarm.silo.sealed_line import SealedLine
 from swarm.silo.sealing import OVERHEAD_BYTES, EpochKey, epoch_of
 from swarm.silo.silo_files import SeenRolls, SiloFiles
 
@@ -212,6 +215,29 @@ class SiloTransport:
         except SiloError as error:
             self._strangers[error.fault] += 1
             raise RequestError(f"{what}: {error}", "damaged") from None
+
+    def serve_lines(self, protocol: str, handler: LineHandler) -> None:
+        async def serve(line: Line) -> None:
+            if not self._membership.is_member(line.peer_id):
+                raise self._refusal("stranger")
+            await handler(self._sealed(line, protocol, (line.peer_id, self.peer_id)))
+
+        self._inner.serve_lines(protocol, serve)
+
+    async def open_line(self, peer_id: str, protocol: str, *, deadline_s: float) -> Line:
+        what = f"line {protocol} to {peer_id} failed"
+        if not self._membership.is_member(peer_id):
+            raise RequestError(f"{what}: not a member", "refused")
+        self._key(what)
+        line = await self._inner.open_line(peer_id, protocol, deadline_s=deadline_s)
+        return self._sealed(line, protocol, (self.peer_id, peer_id))
+
+    def _sealed(self, line: Line, protocol: str, ends: tuple[str, str]) -> SealedLine:
+        def on_fault(sealed: bytes, error: SiloError) -> None:
+            self._strangers[error.fault] += 1
+            self._check_epoch(line.peer_id, sealed, error)
+
+        return SealedLine(line, self._membership, protocol, ends, on_fault=on_fault)
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
         self._topics[topic] = handler

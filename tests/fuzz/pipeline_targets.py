@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -30,7 +31,7 @@ from swarm.pipeline.stage.stage_host import PLAIN_KINDS, STATES_KINDS, WEIGHTS_K
 from swarm.pipeline.stage_link import RemoteLink
 from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
 
-KINDS = (*PLAIN_KINDS, *STATES_KINDS, *WEIGHTS_KINDS, "machine", "load", "unload", "copy", "keep", "kept")
+KINDS = (*PLAIN_KINDS, *STATES_KINDS, *WEIGHTS_KINDS, "machine", "load", "unload", "copy", "keep", "kept", "route")
 ASKED = ("describe", "settle", "commit", "state", "forward", "backward", "decode", "drop")
 PART = StagePart(1, 2, False, False)
 
@@ -50,7 +51,8 @@ def stage_order(data: bytes) -> bool:
     kind = KINDS[data[0] % len(KINDS)] if data else "describe"
     if len(data) - 1 > _host().max_payload_bytes(kind):
         return False
-    reply = decode_bundle(_host().carry_out(kind, data[1:]))
+    outcome = _host().carry_out(kind, data[1:])
+    reply = decode_bundle(outcome if isinstance(outcome, bytes) else outcome[1])
     parts = [(part.start, part.stop) for part in _host().status().parts]
     if parts != [(PART.start, PART.stop)]:  # loaded otherwise, or unloaded, as is a driver's right
         assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(parts))
@@ -69,7 +71,9 @@ def stage_answer(data: bytes) -> bool:
 
 
 async def _asked(kind: str, reply: bytes) -> bool:
-    async def give(peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
+    async def give(
+        peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int, relayed_to: Sequence[str] = ()
+    ) -> bytes:
         if len(reply) > max_reply_bytes:
             raise RequestError("oversize", "oversize")
         return reply
@@ -115,7 +119,8 @@ def pipeline_seeds() -> dict[str, list[bytes]]:
         ("commit", commit_bundle(CommitCommand(1, 1e-3, 1.0, {}))),
         ("state", Bundle()),
         ("decode", decode_command_bundle(DecodeCommand(1, states, (0,)))),
-        ("select", Bundle({"session": 1, "rows": [0, 0]})),
+        ("decode", decode_command_bundle(DecodeCommand(1, states.repeat(2, 1, 1), rows=(0, 0)))),
+        ("route", Bundle({"slot": 1, "before": "a", "after": "b", "after_slot": 2})),
         ("end", Bundle({"session": 1})),
         ("drop", Bundle({"batch": 1})),
         ("restore", state_bundle(weights)),

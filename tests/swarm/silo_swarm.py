@@ -11,7 +11,7 @@ from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import MemoryTransport
 from swarm.network.memory.virtual_clock import virtual_now
 from swarm.network.requests.framing import Response
-from swarm.network.transport import GossipHandler
+from swarm.network.transport import GossipHandler, Line
 from swarm.records.identity import Identity
 from swarm.sharing.index import EntryValidator
 from swarm.silo.bulletin import Bulletin
@@ -37,6 +37,20 @@ class Ears:
     plain: list[bytes] = field(default_factory=list)
 
 
+class TappedLine:
+    """Says to `ears` what is sent on a line."""
+
+    def __init__(self, inner: Line, ears: Ears) -> None:
+        self.peer_id = inner.peer_id
+        self.receive, self.close = inner.receive, inner.close
+        self._inner = inner
+        self._ears = ears
+
+    async def send(self, *frames: bytes) -> None:
+        self._ears.wire += frames
+        await self._inner.send(*frames)
+
+
 class TappedTransport(MemoryTransport):
     """Says to `ears` what leaves and enters it."""
 
@@ -46,6 +60,12 @@ class TappedTransport(MemoryTransport):
         response = await super()._exchange(peer_id, protocol, request)
         self.ears.wire += [protocol.encode(), request, response.body]
         return response
+
+    async def open_line(self, peer_id: str, protocol: str, *, deadline_s: float) -> Line:
+        return TappedLine(await super().open_line(peer_id, protocol, deadline_s=deadline_s), self.ears)
+
+    def take_line(self, protocol: str, line: Line) -> None:
+        super().take_line(protocol, TappedLine(line, self.ears))
 
     async def _store_at(self, replica: MemoryTransport, entry: tuple[str, str, bytes], expires_at: float) -> bool:
         key, subkey, value = entry

@@ -1,4 +1,4 @@
-"""Signed commands over a network that strangers share: who is answered, how often, and with how much memory."""
+"""Commands over lines of a network that strangers share: who is answered, how often, and with how much memory."""
 
 import asyncio
 import random
@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
 
 import pytest
 
@@ -16,24 +15,26 @@ from swarm.errors import RequestError
 from swarm.network.commands.caller import CommandCaller
 from swarm.network.commands.envelope import (
     ALIVE_PROTOCOL,
+    COMMAND_HEAD,
     COMMAND_PROTOCOL,
-    MAX_INLINE_BYTES,
-    PAYLOAD_PROTOCOL,
+    DONE,
+    OLD_PROTOCOL,
+    REPLY_HEAD,
     CommandChannel,
-    CommandHead,
-    decode_command,
-    digest_of,
-    encode_command,
+    decode_opening,
+    encode_opening,
 )
 from swarm.network.commands.service import CommandLimits, CommandService
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
-from swarm.network.requests.blob_protocol import BlobRequest
+from swarm.network.transport import Line, RequestRefused
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
 
 SWARM = "0" * 32
 LIMIT = 4 << 20
+EPOCH = 1_000_000
 DRIVER, MEMBER, STRANGER = (Identity(bytes([number]) * 32) for number in (1, 2, 3))
+CHANNEL = CommandChannel(SWARM, "crew", DRIVER.peer_id, (MEMBER.peer_id,))
 
 
 @dataclass
@@ -50,19 +51,34 @@ class Side:
     async def give(self, kind: str, payload: bytes, max_reply_bytes: int = 1 << 20) -> bytes:
         return await self.caller.send(MEMBER.peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=10)
 
-    async def send(self, sender: Identity, request: bytes) -> bytes:
+    async def open(self, sender: Identity, opening: bytes | None = None, epoch: int = EPOCH) -> tuple[Line, bytes]:
+        """Open a line by hand; returns it and what the member answers to the opening."""
         transport = self.transports[sender.peer_id]
-        return await transport.request(
-            MEMBER.peer_id, COMMAND_PROTOCOL, request, max_response_bytes=1 << 20, deadline_s=10
-        )
+        line = await transport.open_line(MEMBER.peer_id, COMMAND_PROTOCOL, deadline_s=10)
+        await line.send(encode_opening(DRIVER, CHANNEL, MEMBER.peer_id, epoch=epoch) if opening is None else opening)
+        return line, await line.receive(300)
+
+
+async def order(line: Line, number: int, payload: bytes = b"x", kind: str = "do") -> bytes:
+    """Send one command and return the reply. Raises RequestError (refused) with the reason of a refusal."""
+    await line.send(COMMAND_HEAD.pack(number) + kind.encode(), payload)
+    return await reply_on(line, number)
+
+
+async def reply_on(line: Line, number: int) -> bytes:
+    answered, status = REPLY_HEAD.unpack(await line.receive(REPLY_HEAD.size))
+    body = await line.receive(1 << 20)
+    assert answered == number
+    if status != DONE:
+        raise RequestError(body.decode(), "refused")
+    return body
 
 
 @asynccontextmanager
 async def crew_of_two(limits: CommandLimits = CommandLimits()) -> AsyncIterator[Side]:
     network = MemoryNetwork(random.Random(0), time.time)
     transports = {one.peer_id: MemoryTransport(network, one.peer_id) for one in (DRIVER, MEMBER, STRANGER)}
-    channel = CommandChannel(SWARM, "crew", DRIVER.peer_id, (MEMBER.peer_id,))
-    caller = CommandCaller(channel, DRIVER, transports[DRIVER.peer_id], lambda: 1000.0)
+    caller = CommandCaller(CHANNEL, DRIVER, transports[DRIVER.peer_id], lambda: 1000.0)
 
     def carry_out(kind: str, payload: bytes) -> bytes:
         side.heard.append((kind, payload))
@@ -71,7 +87,7 @@ async def crew_of_two(limits: CommandLimits = CommandLimits()) -> AsyncIterator[
         return sha256(payload).digest()
 
     member = transports[MEMBER.peer_id]
-    service = CommandService(channel, member, carry_out=carry_out, max_payload=lambda kind: LIMIT, limits=limits)
+    service = CommandService(CHANNEL, member, carry_out=carry_out, max_payload=lambda kind: LIMIT, limits=limits)
     side = Side(caller, service, transports, network)
     for transport in transports.values():
         await transport.start()
@@ -101,7 +117,9 @@ async def test_a_peer_that_works_for_long_is_waited_for_and_a_frozen_one_is_not(
         with pytest.raises(RequestError, match="no sign of life") as error:
             await watched_command(side, 0.2)
         assert error.value.reason == "deadline" and time.monotonic() - started < 5
-        assert not side.caller._payloads
+        side.network.thaw(MEMBER.peer_id)
+        side.hold.set()
+        assert await side.give("do", b"y") == sha256(b"y").digest(), "on another line"
 
 
 async def test_strangers_are_not_told_that_a_stage_lives() -> None:
@@ -117,67 +135,78 @@ async def test_strangers_are_not_told_that_a_stage_lives() -> None:
                     await asked
 
 
-def head(number: int, payload: bytes = b"x", **other: Any) -> CommandHead:
-    fields: dict[str, Any] = {
-        "author": DRIVER.peer_id, "pipeline": "crew", "addressee": MEMBER.peer_id, "epoch": 1_000_000, "number": number,
-        "kind": "do", "payload_bytes": len(payload), "payload_digest": digest_of(payload),
-    }  # fmt: skip
-    return CommandHead(**{**fields, **other})
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1000, MAX_INLINE_BYTES + 1, 3 * MAX_INLINE_BYTES])
+@pytest.mark.parametrize("num_bytes", [0, 1000, 1 << 20, 3 << 20])
 async def test_payloads_of_all_sizes_arrive_whole(num_bytes: int) -> None:
     payload = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
     async with crew_of_two() as side:
         assert await side.give("do", payload) == sha256(payload).digest()
         assert side.heard == [("do", payload)]
-        assert not side.caller._payloads, "nothing is offered any longer"
 
 
 async def test_only_the_driver_is_answered() -> None:
     async with crew_of_two() as side:
         for sender, signer in ((STRANGER, STRANGER), (STRANGER, DRIVER), (DRIVER, STRANGER)):
-            request = encode_command(signer, SWARM, head(1, author=sender.peer_id), b"x")
-            with pytest.raises(RequestError, match="refused"):
-                await side.send(sender, request)
+            opening = encode_opening(signer, CHANNEL, MEMBER.peer_id, epoch=EPOCH)
+            line, answer = await side.open(sender, opening)
+            assert answer[:1] != bytes([DONE])
+            with pytest.raises(RequestError, match="cut"):
+                await order(line, 1)
         assert not side.heard
 
 
 @pytest.mark.parametrize(
-    "odd",
+    ("channel", "addressee"),
     [
-        {"pipeline": "other"},
-        {"addressee": STRANGER.peer_id},
-        {"payload_digest": bytes(32)},
-        {"payload_bytes": LIMIT + 1},
+        (CommandChannel(SWARM, "other", DRIVER.peer_id, ()), MEMBER.peer_id),
+        (CommandChannel("1" * 32, "crew", DRIVER.peer_id, ()), MEMBER.peer_id),
+        (CHANNEL, STRANGER.peer_id),
     ],
+    ids=["pipeline", "swarm", "addressee"],
 )
-async def test_commands_for_others_or_with_another_payload_are_refused(odd: dict[str, Any]) -> None:
+async def test_an_opening_for_another_pipeline_swarm_or_machine_is_refused(
+    channel: CommandChannel, addressee: str
+) -> None:
     async with crew_of_two() as side:
-        with pytest.raises(RequestError, match="refused"):
-            await side.send(DRIVER, encode_command(DRIVER, SWARM, head(1, **odd), b"x"))
+        line, answer = await side.open(DRIVER, encode_opening(DRIVER, channel, addressee, epoch=EPOCH))
+        assert b"no valid opening" in answer
+        with pytest.raises(RequestError, match="cut"):
+            await order(line, 1)
         assert not side.heard
 
 
 async def test_a_command_is_carried_out_once_and_answered_as_often_as_it_comes() -> None:
     async with crew_of_two() as side:
-        request = encode_command(DRIVER, SWARM, head(1), b"x")
-        replies = await asyncio.gather(*(side.send(DRIVER, request) for _ in range(3)))
+        lines = [(await side.open(DRIVER))[0] for _ in range(2)]
+        replies = [await order(line, 1) for line in (*lines, lines[0])]
         assert replies == [sha256(b"x").digest()] * 3
         assert len(side.heard) == 1
 
 
+async def test_a_command_whose_line_breaks_is_sent_again_and_carried_out_once() -> None:
+    async with crew_of_two() as side:
+        command = asyncio.create_task(side.give("hold", b"x"))
+        while not side.heard:
+            await asyncio.sleep(0)
+        for line in list(side.network._lines):
+            line.cut()
+        side.hold.set()
+        assert await command == sha256(b"x").digest()
+        assert side.heard == [("hold", b"x")]
+
+
 async def test_commands_of_the_past_are_refused_and_stored_replies_are_few() -> None:
     async with crew_of_two(CommandLimits(max_stored_replies=2)) as side:
-        requests = [encode_command(DRIVER, SWARM, head(number), b"x") for number in range(1, 6)]
-        for request in requests:
-            await side.send(DRIVER, request)
+        line, _ = await side.open(DRIVER)
+        for number in range(1, 6):
+            await order(line, number)
         with pytest.raises(RequestError, match="past"):
-            await side.send(DRIVER, requests[0])
-        await side.send(DRIVER, requests[-1])
-        await side.send(DRIVER, encode_command(DRIVER, SWARM, head(1, epoch=1_000_001), b"x"))  # the driver came back
+            await order(line, 1)
+        await order(line, 5)
+        again, _ = await side.open(DRIVER, epoch=EPOCH + 1)  # the driver came back
+        await order(again, 1)
         with pytest.raises(RequestError, match="past"):
-            await side.send(DRIVER, requests[-1])
+            await order(line, 6)
+        assert b"past" in (await side.open(DRIVER))[1]
         assert len(side.heard) == 6
 
 
@@ -186,60 +215,102 @@ async def test_waiting_commands_are_bounded_and_the_loop_goes_on() -> None:
         waiting = [asyncio.create_task(side.give("hold", b"x")) for _ in range(2)]
         while not side.heard:
             await asyncio.sleep(0)
+        line, _ = await side.open(DRIVER)
         with pytest.raises(RequestError, match="busy"):
-            await side.send(DRIVER, encode_command(DRIVER, SWARM, head(99), b"x"))
+            await order(line, 99)
         side.hold.set()
         assert len(await asyncio.gather(*waiting)) == 2
 
 
-async def test_payloads_are_handed_to_members_alone() -> None:
+async def test_a_payload_that_is_too_long_is_refused_unread_and_ends_the_line() -> None:
     async with crew_of_two() as side:
-        payload = b"p" * (MAX_INLINE_BYTES + 1)
-        held = asyncio.create_task(side.give("hold", payload))
-        while not side.heard:
-            await asyncio.sleep(0)
-        for asker, is_member in ((STRANGER, False), (MEMBER, True)):
-            asked = side.transports[asker.peer_id].request(
-                DRIVER.peer_id,
-                PAYLOAD_PROTOCOL,
-                BlobRequest(digest_of(payload), 0, 1000).encode(),
-                max_response_bytes=1 << 20,
-                deadline_s=5,
-            )
-            if is_member:
-                assert await asked == payload[:1000]
-            else:
-                with pytest.raises(RequestError, match="not a member of this pipeline"):
-                    await asked
-        side.hold.set()
-        await held
+        line, _ = await side.open(DRIVER)
+        with pytest.raises(RequestError, match="must be <= 4194304 bytes"):
+            await order(line, 1, bytes(LIMIT + 1))
+        with pytest.raises(RequestError, match="cut"):
+            await order(line, 2)
+        assert not side.heard
+        with pytest.raises(RequestError, match="must be <= 4194304 bytes"):
+            await side.give("do", bytes(LIMIT + 1))
+
+
+async def test_the_driver_reads_no_longer_reply_than_it_asked_for_and_goes_on() -> None:
+    async with crew_of_two() as side:
+        with pytest.raises(RequestError) as error:
+            await side.give("do", b"x", max_reply_bytes=31)
+        assert error.value.reason == "oversize"
+        assert await side.give("do", b"y", max_reply_bytes=32) == sha256(b"y").digest()
+
+
+@pytest.mark.parametrize("num_bytes", [10, 1 << 20])
+async def test_a_reply_to_no_command_is_dropped_where_it_is_short_and_never_held(num_bytes: int) -> None:
+    async def lie(line: Line) -> None:
+        await line.receive(1024)
+        await line.send(bytes([DONE]))
+        while True:
+            (number,) = COMMAND_HEAD.unpack((await line.receive(100))[: COMMAND_HEAD.size])
+            await line.receive(100)
+            await line.send(REPLY_HEAD.pack(77, DONE), bytes(num_bytes), REPLY_HEAD.pack(number, DONE), b"true")
+
+    async with crew_of_two() as side:
+        side.transports[MEMBER.peer_id].serve_lines(COMMAND_PROTOCOL, lie)
+        if num_bytes == 10:
+            assert await side.give("do", b"x") == b"true"
+        else:
+            with pytest.raises(RequestError, match=r"cut|must have <= 4096 bytes"):
+                await side.give("do", b"x")
 
 
 async def test_garbage_is_refused() -> None:
     async with crew_of_two() as side:
-        whole = encode_command(DRIVER, SWARM, head(1), b"x")
-        for request in (b"", b"\xff", whole[:50], whole[:-1], whole + b"y", b"\x00\x00" + whole, bytes(1 << 20)):
-            with pytest.raises(RequestError, match="refused"):
-                await side.send(DRIVER, request)
+        whole = encode_opening(DRIVER, CHANNEL, MEMBER.peer_id, epoch=EPOCH)
+        for opening in (b"", b"\xff", whole[:50], whole[:-1], whole + b"y", bytes(1024)):
+            _, answer = await side.open(DRIVER, opening)
+            assert answer[:1] != bytes([DONE])
         with pytest.raises(InvalidRecord):
-            decode_command(whole, "1" * 32)
+            decode_opening(whole, CommandChannel("1" * 32, "crew", DRIVER.peer_id, ()), MEMBER.peer_id)
+        line, _ = await side.open(DRIVER)
+        await line.send(b"short", b"x")
+        with pytest.raises(RequestError, match="cut"):
+            await line.receive(100)
         assert not side.heard
 
 
 async def test_a_driver_that_begins_epoch_after_epoch_leaves_no_payloads_behind() -> None:
     """While a command runs, each new epoch cancels the commands of the one before."""
     async with crew_of_two() as side:
-        running = asyncio.create_task(side.send(DRIVER, encode_command(DRIVER, SWARM, head(1, kind="hold"), b"x")))
+        line, _ = await side.open(DRIVER)
+        await line.send(COMMAND_HEAD.pack(1) + b"hold", b"x")
         while not side.heard:
             await asyncio.sleep(0)
-        waiting = [running]
-        for epoch in range(1_000_001, 1_000_021):
-            request = encode_command(DRIVER, SWARM, head(1, epoch=epoch, payload=b"p" * 1000), b"p" * 1000)
-            waiting.append(asyncio.create_task(side.send(DRIVER, request)))
+        for epoch in range(EPOCH + 1, EPOCH + 21):
+            line, _ = await side.open(DRIVER, epoch=epoch)
+            await line.send(COMMAND_HEAD.pack(1) + b"do", b"p" * 1000)
             await asyncio.sleep(0.001)
         assert side.service._thread._work_queue.qsize() <= 1
         assert len(side.service._replies) == 1
         side.hold.set()
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert results[-1] == sha256(b"p" * 1000).digest(), "the newest epoch is served"
+        assert await reply_on(line, 1) == sha256(b"p" * 1000).digest(), "the newest epoch is served"
         assert [kind for kind, _ in side.heard] == ["hold", "do"]
+
+
+async def test_machines_of_another_release_are_refused_in_words() -> None:
+    async def old_stage(peer_id: str, request: bytes) -> bytes:
+        raise RequestRefused("no valid command: malformed")
+
+    network = MemoryNetwork(random.Random(0), time.time)
+    transports = {one.peer_id: MemoryTransport(network, one.peer_id) for one in (DRIVER, MEMBER)}
+    transports[MEMBER.peer_id].serve(OLD_PROTOCOL, old_stage, max_request_bytes=1 << 20)
+    caller = CommandCaller(CHANNEL, DRIVER, transports[DRIVER.peer_id], time.time)
+    for transport in transports.values():
+        await transport.start()
+    with pytest.raises(RequestError, match="must speak swarm/order/2, got swarm/order/1") as error:
+        await caller.send(MEMBER.peer_id, "do", b"x", max_reply_bytes=10, deadline_s=10)
+    assert error.value.reason == "refused"
+    for transport in transports.values():
+        await transport.stop()
+    async with crew_of_two() as side:
+        with pytest.raises(RequestError, match="speaks swarm/order/2"):  # an old driver
+            await side.transports[DRIVER.peer_id].request(
+                MEMBER.peer_id, OLD_PROTOCOL, b"x", max_response_bytes=1 << 20, deadline_s=10
+            )

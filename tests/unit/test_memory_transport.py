@@ -11,7 +11,7 @@ import pytest
 from swarm.errors import NetworkError, RequestError
 from swarm.network.index_entry import MAX_VALUE_BYTES, UNSIGNED, IndexValidator
 from swarm.network.memory.transport import NO_FAULTS, Faults, MemoryNetwork, MemoryTransport
-from swarm.network.transport import RequestRefused, Transport
+from swarm.network.transport import Line, RequestRefused, Transport
 
 pytestmark = pytest.mark.asyncio
 
@@ -257,3 +257,26 @@ async def test_equal_seeds_give_equal_faults() -> None:
     assert first != await run_under_faults(2)
     assert sum(isinstance(outcome, bytes) for outcome in first) > 5
     assert sum(isinstance(outcome, str) for outcome in first) > 5
+
+
+async def test_lines_keep_order_over_losses_and_end_with_either_peer() -> None:
+    async def echo_line(line: Line) -> None:
+        while True:
+            await line.send(await line.receive(100))
+
+    async with swarm(faults=Faults(loss=0.3, delay_s=(0.0, 0.01))) as (network, _, nodes):
+        nodes[1].serve_lines("echo", echo_line)
+        line = await nodes[0].open_line("b", "echo", deadline_s=30)
+        await line.send(*(b"%d" % number for number in range(5)))
+        for number in range(5, 20):
+            await line.send(b"%d" % number)
+        assert [await line.receive(100) for _ in range(20)] == [b"%d" % number for number in range(20)]
+        with pytest.raises(RequestError, match="not served"):
+            await nodes[0].open_line("b", "unknown", deadline_s=30)
+        network.crash("b")
+        for failing in (lambda: line.receive(100), lambda: line.send(b"x")):
+            with pytest.raises(RequestError) as error:
+                await failing()
+            assert error.value.reason == "cut"
+        with pytest.raises(RequestError, match="not reachable"):
+            await nodes[0].open_line("b", "echo", deadline_s=5)

@@ -13,6 +13,7 @@ from swarm.errors import NetworkError, PipelineError, StageLostError
 from swarm.pipeline.commands import CloseBatchCommand, CommitCommand, DecodeCommand, ForwardCommand, StageSettings
 from swarm.pipeline.driver.pipeline_policy import greedy
 from swarm.pipeline.stage.stage import Stage
+from swarm.pipeline.stage.stage_model import GrowingLayer
 from swarm.pipeline.stage_link import InProcessLink
 from tests.unit.pipeline_models import (
     ARCHITECTURES,
@@ -87,12 +88,13 @@ async def test_logits_of_ragged_rows_are_those_of_each_alone(pipeline_models: di
         session = opened.stage_group.new_session()
         logits = await opened.stage_group.begin(session, padded, padding)
         torch.testing.assert_close(logits, wanted(list(PROMPTS)), rtol=0, atol=1e-5)
-        await opened.stage_group.select(session, [3, 0, 0, 1, 3])
+        order: list[int] | None = [3, 0, 0, 1, 3]
         rows = [[*PROMPTS[i]] for i in (3, 0, 0, 1, 3)]
         for step in range(8):  # beyond the short window of qwen2's later layers
             tokens = [(7 * step + 11 * i) % 90 for i in range(5)]
             rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
-            logits = await opened.stage_group.extend(session, torch.tensor(tokens)[:, None])
+            logits = await opened.stage_group.extend(session, torch.tensor(tokens)[:, None], order)
+            order = None
             torch.testing.assert_close(logits, wanted(rows), rtol=0, atol=1e-5)
 
 
@@ -166,9 +168,8 @@ def test_sessions_are_bounded_in_bytes(pipeline_models: dict[str, Path]) -> None
     with pytest.raises(PipelineError, match=f"{20 * token_bytes} bytes, got {21 * token_bytes}"):
         stage.decode(begin(2, 1, 13))
     with pytest.raises(PipelineError, match="must fit"):
-        stage.select(1, [0, 1] * 3)
-    stage.select(1, [0, 1, 1, 0])
-    stage.decode(DecodeCommand(1, torch.ones(4, 1, 32)))
+        stage.decode(DecodeCommand(1, torch.ones(6, 1, 32), rows=(0, 1) * 3))
+    stage.decode(DecodeCommand(1, torch.ones(4, 1, 32), rows=(0, 1, 1, 0)))
     with pytest.raises(PipelineError, match="must fit"):
         stage.decode(DecodeCommand(1, torch.ones(4, 1, 32)))
     stage.end(1)
@@ -217,9 +218,9 @@ def test_odd_commands_are_refused(pipeline_models: dict[str, Path]) -> None:
         with pytest.raises(PipelineError, match="left padding"):
             stage.decode(DecodeCommand(1, torch.ones(2, 4, 32), padding))
     stage.decode(begin(1))
-    for rows in ([], [2], [-1]):
+    for rows in ((), (2,), (-1,)):
         with pytest.raises(PipelineError, match="rows must be among"):
-            stage.select(1, rows)
+            stage.decode(DecodeCommand(1, torch.ones(1, 1, 32), rows=rows))
     with pytest.raises(PipelineError, match="keep its 2 rows"):
         stage.decode(DecodeCommand(1, torch.ones(3, 1, 32)))
     stage.decode(DecodeCommand(1, torch.ones(2, 1, 32)))
@@ -265,3 +266,21 @@ async def test_a_pipeline_of_five_stages_decodes_in_five_sessions(
     async with open_stage_group(pipeline_models["llama"], [1] * 5, LORA) as opened:
         answers = await opened.policy.generate([[5, 6], [7], [8], [9, 10], [11]], greedy, max_new_tokens=2)
         assert [len(answer) for answer in answers] == [2] * 5
+
+
+def test_a_new_token_copies_no_earlier_keys_and_room_stays_below_a_quarter() -> None:
+    generator = torch.Generator().manual_seed(1)
+    layer, wanted = GrowingLayer(), torch.empty(3, 2, 0, 4)
+    num_buffers, last = 0, 0
+    for step in range(200):
+        new = torch.randn(len(wanted), 2, 5 if step == 0 else 1, 4, generator=generator)
+        wanted = torch.cat([wanted, new], dim=-2)
+        keys, values = layer.update(new, -new)
+        assert torch.equal(keys, wanted) and torch.equal(values, -wanted)
+        room = layer._rooms[0]
+        assert room is not None and room.shape[-2] <= 1.25 * wanted.shape[-2]
+        num_buffers, last = num_buffers + (keys.data_ptr() != last), keys.data_ptr()
+        if step == 100:  # the third row twice, the second one has ended
+            layer.reorder_cache(torch.tensor([2, 2, 0]))
+            wanted = wanted[[2, 2, 0]]
+    assert num_buffers < 25

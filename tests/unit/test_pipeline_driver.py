@@ -94,13 +94,27 @@ async def driven_pipeline(
         fixed = part_by_hand(base, *layers[number]) if number < len(layers) else None
         hosts[peer_id] = host = host_of(number, base, StageSettings(), fixed=fixed)
         services.append(
-            CommandService(channel, transports[peer_id], carry_out=host.carry_out, max_payload=host.max_payload_bytes)
+            CommandService(
+                channel,
+                transports[peer_id],
+                carry_out=host.carry_out,
+                max_payload=host.max_payload_bytes,
+                carry_out_relayed=host.carry_out_relayed,
+            )
         )
 
-    async def give(peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
+    async def give(
+        peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int, relayed_to: Sequence[str] = ()
+    ) -> bytes:
         silence_s = None if kind in ("machine", "load") else 1.0
         return await caller.send(
-            peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=60, silence_s=silence_s
+            peer_id,
+            kind,
+            payload,
+            max_reply_bytes=max_reply_bytes,
+            deadline_s=60,
+            silence_s=silence_s,
+            relayed_to=relayed_to,
         )
 
     supervisor = PipelineSupervisor(config, base, model_cost(base), StageSettings(), give)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import tracemalloc
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,17 @@ class Liar(StageHost):
     lie: Lie = staticmethod(lambda kind, reply: reply)
 
     def carry_out(self, kind: str, payload: bytes) -> bytes:
-        reply = super().carry_out(kind, payload)
+        return self._lied(kind, super().carry_out(kind, payload))
+
+    def carry_out_relayed(self, sender: str, kind: str, payload: bytes) -> bytes | tuple[str, bytes]:
+        return self._lied(kind, super().carry_out_relayed(sender, kind, payload))
+
+    def _lied(self, kind: str, outcome: bytes | tuple[str, bytes]) -> bytes | tuple[str, bytes]:
+        if isinstance(outcome, tuple):
+            return outcome[0], self._lied_bytes(kind, outcome[1])
+        return self._lied_bytes(kind, outcome)
+
+    def _lied_bytes(self, kind: str, reply: bytes) -> bytes:
         return encode_bundle(self.lie(kind, decode_bundle(reply)))
 
 
@@ -57,8 +67,11 @@ def liar_of(driven: Driven) -> Liar:
 def given_to(hosts: dict[str, StageHost]) -> SendCommand:
     """Carries out the commands of a driver at once, without a network."""
 
-    async def give(peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
+    async def give(
+        peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int, relayed_to: Sequence[str] = ()
+    ) -> bytes:
         reply = hosts[peer_id].carry_out(kind, payload)
+        assert isinstance(reply, bytes) and not relayed_to
         assert len(reply) <= max_reply_bytes, "the transport would have cut it off"
         return reply
 

@@ -47,12 +47,22 @@ class NetworkStageGroup:
         channel = CommandChannel(SWARM, "crew", DRIVER.peer_id, tuple(members))
         self.caller = CommandCaller(channel, DRIVER, self.transports[0], time.time)
         self.services = [
-            CommandService(channel, transport, carry_out=host.carry_out, max_payload=host.max_payload_bytes)
+            CommandService(
+                channel,
+                transport,
+                carry_out=host.carry_out,
+                max_payload=host.max_payload_bytes,
+                carry_out_relayed=host.carry_out_relayed,
+            )
             for transport, host in zip(self.transports[1:], hosts, strict=True)
         ]
 
-    async def give(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
-        return await self.caller.send(peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=30)
+    async def give(
+        self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int, relayed_to: Sequence[str] = ()
+    ) -> bytes:
+        return await self.caller.send(
+            peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=30, relayed_to=relayed_to
+        )
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from swarm.network.index_entry import UNSIGNED, Validity
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
-from swarm.network.transport import GossipHandler, ValidationResult
+from swarm.network.transport import GossipHandler, Line, ValidationResult
 from swarm.records.codec import MAX_RECORD_BYTES, encode_record
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
@@ -129,6 +129,40 @@ def test_requests_pass_between_members_with_the_bounds_of_the_plain_text(tmp_pat
             with pytest.raises(RequestError, match="not a member") as caught:
                 await ask(1, peer=EVE)
             assert caught.value.reason == "refused"
+
+    run(main())
+
+
+def test_lines_lead_to_members_and_a_frame_out_of_its_place_ends_them(tmp_path: Path) -> None:
+    async def echo_line(line: Line) -> None:
+        while True:
+            await line.send(await line.receive(100))
+
+    async def main() -> None:
+        pair = Pair(tmp_path)
+        pair.ben.silo.serve_lines("echo", echo_line)
+        eve = MemoryTransport(pair.network, EVE.peer_id)
+        async with pair:
+            await eve.start()
+            line = await pair.ann.silo.open_line(BEN.peer_id, "echo", deadline_s=5)
+            await line.send(b"one", b"two")
+            assert [await line.receive(100), await line.receive(100)] == [b"one", b"two"]
+            plain = await pair.ann.inner.open_line(BEN.peer_id, "echo", deadline_s=5)
+            place = f"line/echo/{ANN.peer_id}/{BEN.peer_id}/forth/0".encode()
+            sealed = pair.ann.membership.keys.current.seal("echo", b"x", place)
+            await plain.send(sealed)
+            assert len(await plain.receive(200)) == 1 + OVERHEAD_BYTES
+            await plain.send(sealed)  # once more
+            with pytest.raises(RequestError, match="cut"):
+                await plain.receive(200)
+            assert pair.ben.silo.refused["silo/forged"] == 1
+            stranger = await eve.open_line(BEN.peer_id, "echo", deadline_s=5)
+            with pytest.raises(RequestError, match="cut"):
+                await stranger.receive(200)
+            assert pair.ben.silo.refused["silo/stranger"] == 1
+            with pytest.raises(RequestError, match="not a member"):
+                await pair.ann.silo.open_line(EVE.peer_id, "echo", deadline_s=5)
+            await eve.stop()
 
     run(main())
 

@@ -1,11 +1,20 @@
 """The wire format of commands, and the question whether a peer that works on one is still alive.
 
-    request   head length (u16, big-endian) · head · payload, unless it is longer than MAX_INLINE_BYTES
-    head      signed record (`records.codec`) over msgpack
-              [version, swarm id, pipeline, addressee, epoch, number, kind, payload bytes, SHA-256 of the payload]
+A driver opens one line to each stage machine and sends all its commands on it:
 
-A longer payload is pulled by its SHA-256. Epoch and number only grow, so a replayed command, or one of an earlier run of
-its sender, has no effect.
+    driver → stage   opening: signed record (`records.codec`) over [version, swarm id, pipeline, addressee, epoch]
+    stage → driver   0, or 1 and the reason of a refusal
+    driver → stage   number (u64) · kind  |  payload                     for each command, any number of them under way
+    stage → driver   number (u64) · status (u8)  |  reply, or reason     as each is done
+
+A bar separates two frames. Integers are big-endian. The line proves who is at its ends and keeps frames in order, so one
+signature serves a whole line. Epoch and number only grow: a command of an earlier run of the driver, or one that was carried
+out already and is sent again after a line broke, has no second effect.
+
+A stage passes hidden states on to the next stage on a line of its own (`RELAY_PROTOCOL`), for a command whose route says so:
+
+    stage → stage    epoch (u64) · number (u64) · kind  |  payload       no reply; the last stage replies to the driver
+    stage → driver   0 (u64) · 1 (u8)  |  reason                         its line to the next stage has broken
 
 While a command runs, its sender asks the peer's event loop every second whether it is alive:
 
@@ -17,31 +26,38 @@ So a command may take long, and a machine that is frozen or cut off is noticed w
 
 import asyncio
 import contextlib
-import hashlib
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from swarm.errors import RequestError
-from swarm.network.requests.blob_protocol import MAX_BLOB_BYTES
 from swarm.network.transport import RequestRefused, Transport
-from swarm.records.codec import MAX_PEER_ID_CHARS, MAX_RECORD_BYTES, check_signature, open_fields, sign_fields
+from swarm.records.codec import MAX_PEER_ID_CHARS, check_signature, open_fields, sign_fields
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.records.signing import Purpose, check_bytes, check_int, check_text
+from swarm.records.signing import Purpose, check_int, check_text
 
 T = TypeVar("T")
 
-COMMAND_PROTOCOL = "swarm/order/1"
-PAYLOAD_PROTOCOL = "swarm/order-payload/1"
-"""Serves payloads by their SHA-256, as `requests.blob_protocol` does."""
+COMMAND_PROTOCOL = "swarm/order/2"
+"""Lines of a driver to a stage machine. The number is the version: machines of one pipeline must speak the same."""
+RELAY_PROTOCOL = "swarm/order-relay/2"
+OLD_PROTOCOL = "swarm/order/1"
+"""Commands as one request each, in releases before 0.2."""
 ALIVE_PROTOCOL = "swarm/order-alive/1"
-MAX_INLINE_BYTES = 1 << 20
-"""Anybody can make a node read this much before it knows who asks. Longer payloads are pulled, from the driver only."""
-_LENGTH = struct.Struct(">H")
-MAX_COMMAND_BYTES = _LENGTH.size + MAX_RECORD_BYTES + MAX_INLINE_BYTES
-_MAX_NAME_CHARS = 64
+MAX_NAME_CHARS = 64
+COMMAND_HEAD = struct.Struct(">Q")
+REPLY_HEAD = struct.Struct(">QB")
+RELAY_HEAD = struct.Struct(">QQ")
+DONE, REFUSED = 0, 1
+"""Statuses of a reply."""
+BROKEN_RELAY = 0
+"""Number of a reply to no command: the line to the next stage broke."""
+MAX_REASON_BYTES = 200
+MAX_REFUSAL_BYTES = 4096
+"""Longest reply of a stage that should have passed a command on."""
 _YES = b"\x01"
 _ALIVE_INTERVAL_S = 1.0
 """Longest time between two questions. A command that is done by then costs none."""
@@ -60,64 +76,21 @@ class CommandChannel:
     """Peer ids of the machines that carry them out."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommandHead:
-    """The signed part of a command: who is to do what, and with which payload."""
-
-    author: str
-    pipeline: str
-    addressee: str
-    epoch: int
-    """Run of the sender; a later run has a greater epoch."""
-    number: int
-    """Grows within an epoch."""
-    kind: str
-    payload_bytes: int
-    payload_digest: bytes
-    """SHA-256, 32 bytes."""
-
-    @property
-    def is_inline(self) -> bool:
-        """Whether the payload is part of the request."""
-        return self.payload_bytes <= MAX_INLINE_BYTES
+def encode_opening(identity: Identity, channel: CommandChannel, addressee: str, epoch: int) -> bytes:
+    """Return the first frame of a line to `addressee`. `epoch`: run of the driver; a later run has a greater one."""
+    fields = [channel.pipeline, addressee, epoch]
+    return sign_fields(identity, channel.swarm_id, fields, purpose=Purpose.COMMAND)
 
 
-def digest_of(payload: bytes) -> bytes:
-    """Return the SHA-256 by which a payload is pulled."""
-    return hashlib.sha256(payload).digest()
-
-
-def encode_command(identity: Identity, swarm_id: str, head: CommandHead, payload: bytes) -> bytes:
-    """Return the request as it is sent. It leaves out a payload that is to be pulled."""
-    fields = [
-        head.pipeline, head.addressee, head.epoch, head.number, head.kind, head.payload_bytes, head.payload_digest
-    ]  # fmt: skip
-    record = sign_fields(identity, swarm_id, fields, purpose=Purpose.COMMAND)
-    return _LENGTH.pack(len(record)) + record + (payload if head.is_inline else b"")
-
-
-def decode_command(request: bytes, swarm_id: str) -> tuple[CommandHead, bytes]:
-    """Return the head, whose signature is checked, and the inline payload, which is not. Raises only InvalidRecord."""
-    if len(request) < _LENGTH.size:
-        raise InvalidRecord(Rejection.MALFORMED, "no head")
-    (length,) = _LENGTH.unpack_from(request)
-    record, fields = open_fields(request[_LENGTH.size : _LENGTH.size + length], swarm_id, num_fields=7)
-    pipeline, addressee, epoch, number, kind, payload_bytes, digest = fields
-    head = CommandHead(
-        author=record.author,
-        pipeline=check_text(pipeline, _MAX_NAME_CHARS),
-        addressee=check_text(addressee, MAX_PEER_ID_CHARS),
-        epoch=check_int(epoch, 0, 2**48),
-        number=check_int(number, 0, 2**48),
-        kind=check_text(kind, _MAX_NAME_CHARS),
-        payload_bytes=check_int(payload_bytes, 0, MAX_BLOB_BYTES),
-        payload_digest=check_bytes(digest, 32),
-    )
-    check_signature(record, swarm_id, Purpose.COMMAND)
-    payload = request[_LENGTH.size + length :]
-    if len(payload) != (head.payload_bytes if head.is_inline else 0):
-        raise InvalidRecord(Rejection.MALFORMED, "a payload of another length than announced")
-    return head, payload
+def decode_opening(frame: bytes, channel: CommandChannel, own: str) -> int:
+    """Return the epoch of an opening that the driver of `channel` signed for this machine. Raises only InvalidRecord."""
+    record, fields = open_fields(frame, channel.swarm_id, num_fields=3)
+    pipeline, addressee = check_text(fields[0], MAX_NAME_CHARS), check_text(fields[1], MAX_PEER_ID_CHARS)
+    epoch = check_int(fields[2], 1, 2**48)
+    if (record.author, pipeline, addressee) != (channel.driver, channel.pipeline, own):
+        raise InvalidRecord(Rejection.MALFORMED, "an opening from or for another peer")
+    check_signature(record, channel.swarm_id, Purpose.COMMAND)
+    return epoch
 
 
 def serve_alive(transport: Transport, driver: str) -> None:
@@ -131,23 +104,30 @@ def serve_alive(transport: Transport, driver: str) -> None:
     transport.serve(ALIVE_PROTOCOL, answer, max_request_bytes=1)
 
 
-async def watched(transport: Transport, peer_id: str, command: "asyncio.Task[T]", silence_s: float) -> T:
-    """Return the result of `command`. Cancels it and raises RequestError after `silence_s` without a sign of life."""
-    alive_at = time.monotonic()
+async def watched(transport: Transport, peer_ids: Sequence[str], command: "asyncio.Task[T]", silence_s: float) -> T:
+    """Return the result of `command`, on which these peers work.
+
+    Cancels it and raises RequestError once one of them has given no sign of life for `silence_s`.
+    """
+    alive_at = dict.fromkeys(peer_ids, time.monotonic())
+
+    async def ask(peer_id: str) -> None:
+        if await _is_alive(transport, peer_id, silence_s):
+            alive_at[peer_id] = time.monotonic()
+
     try:
         while True:
             await asyncio.wait([command], timeout=min(_ALIVE_INTERVAL_S, silence_s / 4))
             if command.done():
                 return command.result()
-            asking = asyncio.create_task(_is_alive(transport, peer_id, silence_s))
+            asking = asyncio.ensure_future(asyncio.gather(*map(ask, peer_ids)))
             try:
                 await asyncio.wait([command, asking], return_when=asyncio.FIRST_COMPLETED)
-                if asking.done() and asking.result():
-                    alive_at = time.monotonic()
             finally:
                 await _cancelled(asking)
-            if not command.done() and time.monotonic() - alive_at >= silence_s:
-                raise RequestError(f"command to {peer_id} failed: no sign of life for {silence_s:g} s", "deadline")
+            silent = min(alive_at, key=alive_at.__getitem__)
+            if not command.done() and time.monotonic() - alive_at[silent] >= silence_s:
+                raise RequestError(f"command to {silent} failed: no sign of life for {silence_s:g} s", "deadline")
     finally:
         await _cancelled(command)
 
@@ -160,7 +140,7 @@ async def _is_alive(transport: Transport, peer_id: str, deadline_s: float) -> bo
     return True
 
 
-async def _cancelled(task: "asyncio.Task[T]") -> None:
+async def _cancelled(task: "asyncio.Future[Any]") -> None:
     if task.done():
         return
     task.cancel()

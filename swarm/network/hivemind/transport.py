@@ -46,12 +46,15 @@ from swarm.network.reach.reachability import (
     interleaved_by_network,
 )
 from swarm.network.requests.framing import Stream, StreamRequests
+from swarm.network.requests.lines import StreamLine
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import parse_setting
 from swarm.network.transport import (
     Admits,
     Contact,
     GossipHandler,
+    Line,
+    LineHandler,
     RequestHandler,
     TrafficCounter,
     by_place,
@@ -225,6 +228,12 @@ class HivemindTransport:
         )
         self._heap.note(len(response))
         return response
+
+    def serve_lines(self, protocol: str, handler: LineHandler) -> None:
+        self._server.serve_lines(protocol, handler)
+
+    async def open_line(self, peer_id: str, protocol: str, *, deadline_s: float) -> Line:
+        return StreamLine(peer_id, await self._requests.open(peer_id, protocol, deadline_s), self.traffic)
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
         self.gossip.subscribe(topic, handler)

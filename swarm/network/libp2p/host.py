@@ -26,7 +26,13 @@ from swarm.network.libp2p.host_hardening import (
     hang_up,
     restrain,
 )
-from swarm.network.libp2p.inbound_limits import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, ConnectionGater, security_of
+from swarm.network.libp2p.inbound_limits import (
+    HANDSHAKE_TIMEOUT_S,
+    MAX_CONNECTIONS,
+    ConnectionGater,
+    EagerLock,
+    security_of,
+)
 from swarm.network.libp2p.parts import (
     ID,
     ConnectionConfig,
@@ -252,6 +258,8 @@ class Libp2pHost:
 async def pump(stream: INetStream, far: socket.socket) -> None:
     """Copy bytes between a libp2p stream and a socket until both directions end. In trio; raises nothing."""
     side = trio.SocketStream(trio.socket.from_stdlib_socket(far))
+    inner: Any = stream
+    inner._state_lock = EagerLock()
     try:
         async with side, trio.open_nursery() as nursery:
             nursery.start_soon(_carry_in, stream, side)

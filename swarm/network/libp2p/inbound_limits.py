@@ -47,6 +47,32 @@ MAX_STREAMS = 128
 _READ_BYTES = 16 * 1024
 
 
+class EagerLock:
+    """A lock that lets a task in at once while nobody holds it. It replaces those of py-libp2p.
+
+    trio.Lock switches tasks at every acquisition. On the way of one message through py-libp2p's layers these are a dozen, and a
+    switch is a turn of the node's event loop.
+    """
+
+    def __init__(self) -> None:
+        self._lock = trio.Lock()
+
+    async def acquire(self) -> None:
+        try:
+            self._lock.acquire_nowait()
+        except trio.WouldBlock:
+            await self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    async def __aenter__(self) -> None:
+        await self.acquire()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.release()
+
+
 class YamuxOnly(MuxerMultistream):
     """Offers and accepts only BoundedYamux. py-libp2p's own class uses its own Yamux, whichever class it is given."""
 
@@ -68,14 +94,16 @@ class BoundedYamux(Yamux):
     def __init__(self, secured_conn: ISecureConn, peer_id: ID, refused: Counter[str]) -> None:
         super().__init__(secured_conn, peer_id)
         self._refused = refused
+        self.streams_lock: Any = EagerLock()
+        self._write_lock: Any = EagerLock()
         _read_ahead(secured_conn)
 
     async def open_stream(self) -> YamuxStream:
-        return _with_fixed_window(await super().open_stream())
+        return _adjusted(await super().open_stream())
 
     async def accept_stream(self) -> YamuxStream:
         while True:
-            stream = _with_fixed_window(await super().accept_stream())
+            stream = _adjusted(await super().accept_stream())
             if len(self.streams) <= MAX_STREAMS:
                 return stream
             self._refused["streams"] += 1
@@ -93,9 +121,13 @@ class _Overrun(trio.TooSlowError):
     """The one error in a frame's body at which py-libp2p closes the connection, whatever the frame."""
 
 
-def _with_fixed_window(stream: IMuxedStream) -> YamuxStream:
+def _adjusted(stream: IMuxedStream) -> YamuxStream:
+    """Give a stream a window that does not grow, and eager locks."""
     assert isinstance(stream, YamuxStream), "Yamux makes no others"
     stream._apply_autotune_epoch = lambda buffered: 0
+    locks: Any = stream
+    locks.window_lock = EagerLock()
+    locks.rw_lock._writer_lock = EagerLock()
     return stream
 
 
@@ -120,6 +152,9 @@ def _read_ahead(secured_conn: Any) -> None:
     """Install `_ReadAhead` between handshake and first frame, when no byte is buffered elsewhere."""
     packets = getattr(getattr(secured_conn, "conn", None), "read_writer", None)
     if packets is not None:  # else there is no Noise, as in tests
+        line: Any = getattr(packets.read_write_closer, "stream", None)  # a TrioTCPStream
+        if hasattr(line, "write_lock") and hasattr(line, "read_lock"):
+            line.write_lock, line.read_lock = EagerLock(), EagerLock()
         packets.read_write_closer = _ReadAhead(packets.read_write_closer)
 
 

@@ -41,12 +41,15 @@ from swarm.network.peers.known_peers import KnownPeers
 from swarm.network.peers.surroundings import announced_addresses
 from swarm.network.reach.reachability import IndexOutage, Surveyed
 from swarm.network.requests.framing import Stream, StreamRequests
+from swarm.network.requests.lines import StreamLine
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import parse_setting, with_actual_ports
 from swarm.network.transport import (
     Admits,
     Contact,
     GossipHandler,
+    Line,
+    LineHandler,
     RequestHandler,
     by_place,
     everybody,
@@ -202,6 +205,12 @@ class LightTransport:
         return await self._requests.request(
             peer_id, protocol, request, max_response_bytes=max_response_bytes, deadline_s=deadline_s
         )
+
+    def serve_lines(self, protocol: str, handler: LineHandler) -> None:
+        self._server.serve_lines(protocol, handler)
+
+    async def open_line(self, peer_id: str, protocol: str, *, deadline_s: float) -> Line:
+        return StreamLine(peer_id, await self._requests.open(peer_id, protocol, deadline_s), self.traffic)
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
         self.gossip.subscribe(topic, handler)

@@ -15,6 +15,7 @@ import heapq
 import itertools
 import math
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from swarm.errors import NetworkError
 
 if TYPE_CHECKING:
+    from swarm.network.memory.lines import MemoryLine
     from swarm.network.memory.transport import MemoryTransport
 
 
@@ -125,6 +127,7 @@ class MemoryNetwork:
         self._ring: list[tuple[int, str]] = []  # (position, peer id) of all members, sorted
         self._topics: dict[str, dict[str, None]] = {}
         self._known: dict[str, list[str]] = {}
+        self._lines: weakref.WeakSet[MemoryLine] = weakref.WeakSet()  # the opener's ends
         self._partition: dict[str, int] = {}
         self._frozen: set[str] = set()
         self._clock_offset_s: dict[str, float] = {}
@@ -176,7 +179,14 @@ class MemoryNetwork:
         del self._ring[bisect.bisect_left(self._ring, (member.position, member.peer_id))]
         for topic in member.gossip.topics():
             self.leave_topic(topic, member.peer_id)
+        for line in list(self._lines):
+            if member.peer_id in line.ends:
+                line.cut()
         member.gossip.stop()
+
+    def hold(self, line: "MemoryLine") -> None:
+        """Cut this line when one of its ends leaves."""
+        self._lines.add(line)
 
     def members(self) -> tuple[str, ...]:
         return tuple(self._members)

@@ -16,6 +16,7 @@ from collections import Counter
 from swarm.errors import RequestError, RequestFailure
 from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
 from swarm.network.memory.gossip import GossipRouter
+from swarm.network.memory.lines import MemoryLine
 from swarm.network.memory.network import (
     LOOKUP_REQUEST_BYTES,
     LOOKUP_RESPONSE_BYTES,
@@ -27,7 +28,7 @@ from swarm.network.memory.network import (
 from swarm.network.peer_index import IndexShare
 from swarm.network.requests.framing import Response, Status
 from swarm.network.requests.server import RequestServer
-from swarm.network.transport import Contact, GossipHandler, RequestHandler, TrafficCounter, by_place
+from swarm.network.transport import Contact, GossipHandler, Line, LineHandler, RequestHandler, TrafficCounter, by_place
 
 __all__ = ["NO_FAULTS", "Faults", "MemoryNetwork", "MemoryTransport"]
 
@@ -52,6 +53,7 @@ class MemoryTransport:
         self._rule = IndexRule(validator, self.now)
         self.index_share = IndexShare(self.now)
         self._tasks: set[asyncio.Task[Response]] = set()
+        self._lines: set[asyncio.Task[None]] = set()  # each serves a line that a peer opened
         self._server = RequestServer(
             max_concurrent=max_concurrent_requests, timeout_s=request_timeout_s, traffic=self.traffic
         )
@@ -62,9 +64,10 @@ class MemoryTransport:
 
     async def stop(self) -> None:
         self._network.leave(self)
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._lines]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def refused(self) -> Counter[str]:
@@ -123,6 +126,35 @@ class MemoryTransport:
 
     def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
         self._server.serve(protocol, handler, max_request_bytes=max_request_bytes)
+
+    def serve_lines(self, protocol: str, handler: LineHandler) -> None:
+        self._server.serve_lines(protocol, handler)
+
+    async def open_line(self, peer_id: str, protocol: str, *, deadline_s: float) -> Line:
+        target = f"{protocol} to {peer_id}"
+        try:
+            async with asyncio.timeout(deadline_s):
+                answerer = None
+                while answerer is None:
+                    if not self._network.connected(self.peer_id, peer_id):
+                        raise self._failure(target, "unreachable", "not reachable")
+                    answerer = await self._network.carry(self.peer_id, peer_id)
+                    if answerer is None:  # the first packet was lost
+                        await self._network.calendar.sleep(1.0)
+        except TimeoutError:
+            raise self._failure(target, "deadline", f"no answer within {deadline_s:g} s") from None
+        if protocol not in answerer._server.protocols:
+            raise self._failure(target, "unreachable", "this protocol is not served there")
+        near, far = MemoryLine.pair(self._network, self.peer_id, peer_id, (self.traffic, answerer.traffic))
+        answerer.take_line(protocol, far)
+        self._network.hold(near)
+        return near
+
+    def take_line(self, protocol: str, line: Line) -> None:
+        """Serve a line that a peer has opened."""
+        task = asyncio.create_task(self._server.answer_line(protocol, line))
+        self._lines.add(task)
+        task.add_done_callback(self._lines.discard)
 
     async def request(
         self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int, deadline_s: float

@@ -234,6 +234,19 @@ class StreamRequests:
             raise self._failure(target, response.failure, f"{response.status.name.lower()}: {response.reason}")
         return response.body
 
+    async def open(self, peer_id: str, protocol: str, deadline_s: float) -> Stream:
+        """Return an open stream, which the caller closes. Raises RequestError."""
+        target = f"{protocol} to {peer_id}"
+        try:
+            if not is_peer_id(peer_id):
+                raise NetworkError("not a peer id")
+            async with asyncio.timeout(deadline_s):
+                return await self._open_stream(peer_id, protocol)
+        except TimeoutError:
+            raise self._failure(target, "deadline", f"no answer within {deadline_s:g} s") from None
+        except (NetworkError, OSError) as error:
+            raise self._failure(target, "unreachable", str(error) or type(error).__name__) from None
+
     async def _ask(self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int) -> Response:
         if not is_peer_id(peer_id):
             raise NetworkError("not a peer id")

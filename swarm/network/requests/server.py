@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Self
 
+from swarm.errors import RequestError
 from swarm.network.network_context import NetworkContext
 from swarm.network.requests.framing import (
     BUSY_REASONS,
@@ -26,7 +27,8 @@ from swarm.network.requests.framing import (
     write_response,
 )
 from swarm.network.requests.limits import NO_LIMITS, CallerTable, NetworkOf, RequestLimits
-from swarm.network.transport import Admits, RequestHandler, RequestRefused, TrafficCounter, everybody
+from swarm.network.requests.lines import StreamLine
+from swarm.network.transport import Admits, Line, LineHandler, RequestHandler, RequestRefused, TrafficCounter, everybody
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,7 @@ class RequestServer:
         self._traffic = traffic
         self._callers = CallerTable(limits, max_concurrent, network_of)
         self._services: dict[str, _Service] = {}
+        self._line_handlers: dict[str, LineHandler] = {}
         self._conversations: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self.refused: Counter[str] = Counter()
@@ -115,13 +118,33 @@ class RequestServer:
 
     @property
     def protocols(self) -> tuple[str, ...]:
-        return tuple(self._services)
+        return (*self._services, *self._line_handlers)
 
     def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
         """Register the handler of a protocol. Raises ValueError for a protocol that has one."""
         if protocol in self._services:
             raise ValueError(f"a protocol must have one handler, got a second for {protocol!r}")
         self._services[protocol] = _Service(handler, max_request_bytes)
+
+    def serve_lines(self, protocol: str, handler: LineHandler) -> None:
+        """Register the handler of the lines of a protocol."""
+        self._line_handlers[protocol] = handler
+
+    async def answer_line(self, protocol: str, line: Line) -> None:
+        """Serve a line until its handler returns, and close it. What the peer does raises nothing here."""
+        try:
+            if not self._admits(line.peer_id, protocol):
+                self.refused["stranger"] += 1
+            else:
+                await self._line_handlers[protocol](line)
+        except RequestError as error:
+            self.refused["oversize" if error.reason == "oversize" else "cut"] += 1
+        except RequestRefused:
+            self.refused["handler"] += 1
+        except Exception:  # a failing handler costs its line, never the node
+            logger.warning("the handler of %s failed on a line of %s", protocol, line.peer_id, exc_info=True)
+        finally:
+            line.close()
 
     async def answer(self, peer_id: str, protocol: str, request: bytes, *, waits: bool = False) -> Response:
         """Answer a request that is in memory already. Nothing that a peer or a handler does raises here.
@@ -174,7 +197,9 @@ class RequestServer:
         self._conversations.add(task)
         try:
             async with self._conversation(peer_id) as is_welcome:
-                if is_welcome:
+                if is_welcome and protocol in self._line_handlers:
+                    await self.answer_line(protocol, StreamLine(peer_id, (reader, writer), self._traffic))
+                elif is_welcome:
                     await self._converse_or_refuse(peer_id, protocol, reader, writer)
                     writer.close()
                 else:  # too many even to refuse them

@@ -139,21 +139,26 @@ class PipelineModel:
         padding = tuple(longest - len(prompt) for prompt in distinct)
         padded = [[self._pad_token_id] * pad + list(prompt) for prompt, pad in zip(distinct, padding, strict=True)]
         logits = await self._stage_group.begin(session, torch.tensor(padded), padding)
+        kept: list[int] | None = None  # rows of the session that go on, where these are not all
         if len(distinct) < len(rows):
-            prompt_of = [distinct.index(tuple(prompts[row])) for row in rows]
-            await self._stage_group.select(session, prompt_of)
-            logits = logits[prompt_of]
-        for step in range(max_new_tokens):
-            tokens = choose(logits, rows, step).tolist()
-            for row, token in zip(rows, tokens, strict=True):
+            kept = [distinct.index(tuple(prompts[row])) for row in rows]
+            logits = logits[kept]
+
+        def continued(step: int) -> list[int]:
+            """Choose a token for each row; returns the places in `rows` of answers that go on."""
+            for row, token in zip(rows, choose(logits, rows, step).tolist(), strict=True):
                 answers[row].append(token)
-            going = [i for i, row in enumerate(rows) if not has_ended(row, answers[row])]
+            return [i for i, row in enumerate(rows) if not has_ended(row, answers[row])]
+
+        for step in range(max_new_tokens):
+            going = await asyncio.to_thread(continued, step)  # the loop passes on what other sessions wait for
             if not going or step + 1 == max_new_tokens:
                 return
             if len(going) < len(rows):
-                await self._stage_group.select(session, going)
+                kept = going if kept is None else [kept[i] for i in going]
                 rows = [rows[i] for i in going]
-            logits = await self._stage_group.extend(session, torch.tensor([[tokens[i]] for i in going]))
+            tokens = torch.tensor([[answers[row][-1]] for row in rows])
+            logits, kept = await self._stage_group.extend(session, tokens, kept), None
 
     def _scored(self, sequences: Sequence[TokenSequence], temperature: float, with_entropy: bool) -> ScoredPart:
         """Build rows of prompt and answer without the last answer token, which predicts nothing."""

@@ -27,6 +27,7 @@ from swarm.pipeline.driver.machines import Member, StageMachines, places
 from swarm.pipeline.driver.recovery import NeighbourCopies, Recovery, Situation, plan_recovery, rebuild_stage
 from swarm.pipeline.driver.schedule import all_of
 from swarm.pipeline.driver.stage_group import MAX_REFUSALS, StageGroup, StageGroupSettings
+from swarm.pipeline.driver.stage_relay import StageRelay
 from swarm.pipeline.model_shape import StagePart
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage.stage_host import BaseModel
@@ -83,7 +84,7 @@ class PipelineSupervisor:
         ]
         own_stage = asyncio.create_task(asyncio.to_thread(self._load_own, parts[-1]))
         await asyncio.gather(own_stage, *loading)
-        self._own = InProcessLink(own_stage.result(), precision=self._config.precision)
+        self._own = InProcessLink(own_stage.result(), precision=None)
         self._expected = expected_stages(self._base.folder, self._base.lora, parts)
         links: list[StageLink] = [self._link(peer_id, stage) for stage, peer_id in enumerate(self._peers)]
         bounds = StateBounds({name: shape for one in self._expected for name, shape in one.shapes.items()})
@@ -91,6 +92,7 @@ class PipelineSupervisor:
             [*links, self._own], StageGroupSettings(action_timeout_s=self._config.action_timeout_s), bounds
         )
         await self._with_retries(self.stage_group.start)
+        await self._relay_states()
         for peer_id, part in zip((*self._peers, "this node"), parts, strict=True):
             logger.info("layers [%d, %d) are held by %s", part.start, part.stop, peer_id)
 
@@ -217,8 +219,28 @@ class PipelineSupervisor:
                     f"a lost stage must find another machine, got none for layers of stage {plan.stage} within "
                     f"{self._config.startup_timeout_s:g} s; start `swarm stage` again there, then resume"
                 )
+        await self._relay_states()
         self.recoveries_s.append(self._clock() - started_s)
         logger.warning("the pipeline is complete again after %.1f s", self.recoveries_s[-1])
+
+    async def _relay_states(self) -> None:
+        """Let the stages pass states to each other, where there are several and each is on a machine of its own."""
+        self.stage_group.relay = None
+        if len(self._peers) < 2 or len(set(self._peers)) < len(self._peers):
+            return
+        relay = StageRelay(
+            self._send,
+            self._peers,
+            self._expected,
+            precision=self._config.precision,
+            timeout_s=self._config.action_timeout_s,
+        )
+        try:
+            await relay.connect()
+        except (NetworkError, PipelineError, TimeoutError) as error:
+            logger.warning("stages pass no states to each other: %s", error or "it takes too long")
+            return
+        self.stage_group.relay = relay
 
     async def _rebuild(self, plan: Recovery) -> bool:
         """Whether a machine took over the stage. Raises StageLostError where another stage is lost after that."""

@@ -17,7 +17,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -43,6 +43,7 @@ from swarm.pipeline.driver.schedule import (
     first_of,
     one_forward_one_backward,
 )
+from swarm.pipeline.driver.stage_relay import StageRelay
 from swarm.pipeline.stage_link import StageLink
 from swarm.policy.logprobs import TokenLogprobs
 
@@ -103,6 +104,8 @@ class StageGroup:
         self.stage_norms: tuple[float, ...] = ()
         """Norm of each stage in the last closed batch with finite gradients, before clipping: the weights of CheckFree."""
         self.version = 0
+        self.relay: StageRelay | None = None
+        """Passes states through all stages but the last one, where they are on several machines."""
 
     @property
     def num_stages(self) -> int:
@@ -233,7 +236,11 @@ class StageGroup:
         async def one(part: ScoredPart) -> TokenLogprobs:
             async with places:
                 states: Tensor | TokenLogprobs = part.token_ids
-                for stage, link in enumerate(self._links):
+                first = 0
+                if self.relay is not None and self.relay.is_on:
+                    command = ForwardCommand(0, 0, part.token_ids, without_adapter=without_adapter)
+                    states, first = await self.relay.compute(command), self.num_stages - 1
+                for stage, link in list(enumerate(self._links))[first:]:
                     answers = part.answers if stage == self.num_stages - 1 else None
                     command = ForwardCommand(0, 0, _tensor(states), answers=answers, without_adapter=without_adapter)
                     states = await self._call(stage, "compute", partial(link.forward, command))
@@ -248,15 +255,11 @@ class StageGroup:
 
     async def begin(self, session: int, token_ids: Tensor, left_padding: tuple[int, ...]) -> Tensor:
         """Begin a session with prompts [B, P] padded on the left; returns logits [B, V] after their last column."""
-        return await self._decode(session, token_ids, left_padding)
+        return await self._decode(DecodeCommand(session, token_ids, left_padding))
 
-    async def extend(self, session: int, token_ids: Tensor) -> Tensor:
-        """Append one column [B, 1]; returns logits [B, V] after it. Row i belongs to row i of the session."""
-        return await self._decode(session, token_ids, None)
-
-    async def select(self, session: int, rows: Sequence[int]) -> None:
-        """Keep, repeat and reorder rows of a session in all stages."""
-        await all_of(self._call(i, "select", partial(link.select, session, rows)) for i, link in enumerate(self._links))
+    async def extend(self, session: int, token_ids: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+        """Append one column [B, 1] and return logits [B, V] after it. Row i continues row `rows[i]`, by default row i."""
+        return await self._decode(DecodeCommand(session, token_ids, rows=None if rows is None else tuple(rows)))
 
     async def end(self, session: int) -> None:
         """End a session. Stages that do not answer forget it after some time."""
@@ -322,11 +325,14 @@ class StageGroup:
 
         return await self._call(stage, "describe", checked)
 
-    async def _decode(self, session: int, states: Tensor, left_padding: tuple[int, ...] | None) -> Tensor:
-        for stage, link in enumerate(self._links):
-            command = DecodeCommand(session, states, left_padding, is_last=stage == self.num_stages - 1)
-            states = await self._call(stage, "decode", partial(link.decode, command))
-        return states
+    async def _decode(self, command: DecodeCommand) -> Tensor:
+        first = 0
+        if self.relay is not None and self.relay.is_on:
+            command, first = replace(command, states=await self.relay.decode(command)), self.num_stages - 1
+        for stage, link in list(enumerate(self._links))[first:]:
+            command = replace(command, is_last=stage == self.num_stages - 1)
+            command = replace(command, states=await self._call(stage, "decode", partial(link.decode, command)))
+        return command.states
 
     async def _close_batch(self, stage: int, num_micro_batches: int) -> BatchGradient:
         shared = tuple(sorted(name for name, stages in self._holders.items() if stage in stages))

@@ -69,6 +69,8 @@ class DecodeSessions:
         """
         if command.left_padding is not None:
             self._begin(command, command.left_padding)
+        if command.rows is not None:
+            self.select(command.session, command.rows)
         session = self._get(command.session)
         num_rows, num_new = command.states.shape[:2]
         if num_rows != len(session.left_padding):
@@ -87,6 +89,8 @@ class DecodeSessions:
     def select(self, number: int, rows: Sequence[int]) -> None:
         """Keep, repeat and reorder rows: row i continues row `rows[i]`. Raises PipelineError."""
         session = self._get(number)
+        if len(rows) > self._settings.max_states:
+            raise PipelineError(f"a session must have at most {self._settings.max_states} rows, got {len(rows)}")
         if not rows or min(rows) < 0 or max(rows) >= len(session.left_padding):
             raise PipelineError(
                 f"rows must be among the {len(session.left_padding)} of the session, got {list(rows)[:8]}"
@@ -105,8 +109,9 @@ class DecodeSessions:
         self._ended.append(number)
 
     def end_all(self) -> None:
-        """End all sessions."""
+        """End all sessions, since the weights have changed."""
         self._sessions.clear()
+        self._model.weights_changed()
 
     def num_bytes(self) -> int:
         """Bytes of keys and values of all sessions."""
@@ -314,12 +319,6 @@ class Stage:
         self._check_states(command.states)
         with _refused_without_memory():
             return self._sessions.decode(command)
-
-    def select(self, session: int, rows: Sequence[int]) -> None:
-        """See `DecodeSessions.select`."""
-        if len(rows) > self._settings.max_states:
-            raise PipelineError(f"a session must have at most {self._settings.max_states} rows, got {len(rows)}")
-        self._sessions.select(session, rows)
 
     def end(self, session: int) -> None:
         """See `DecodeSessions.end`."""

@@ -1,6 +1,6 @@
 """One machine of a pipeline: the stages it holds, the copies of neighbours' adapters it stores, and its measured speed.
 
-    (kind, payload bytes) ─▶ machine, load, unload, copy, keep, kept: this host    ─▶ reply bytes
+    (kind, payload bytes) ─▶ machine, load, unload, route, copy, keep, kept: this host    ─▶ reply bytes
                          └─▶ all other kinds: the stage that begins with layer `slot`
 
 Commands arrive one at a time, on one thread. A refusal is a reply; an exception out of `carry_out` is a bug.
@@ -54,7 +54,7 @@ STATES_KINDS = ("forward", "backward", "decode")
 """Kinds of commands that carry hidden states."""
 WEIGHTS_KINDS = ("commit", "restore", "recover")
 """Kinds of commands that carry weights, moments or gradients of them."""
-PLAIN_KINDS = ("describe", "settle", "drop", "select", "end", "state")
+PLAIN_KINDS = ("describe", "settle", "drop", "end", "state")
 
 
 def stage_reply(stage: Stage, kind: str, fields: Fields, precision: WirePrecision) -> tuple[Bundle, bool]:
@@ -91,7 +91,6 @@ _PLAIN: dict[str, Callable[[Stage, Fields], Bundle]] = {
     ),
     "commit": lambda stage, fields: Bundle({"version": stage.commit(command_bytes.commit_command(fields))}),
     "drop": lambda stage, fields: _done(stage.drop(fields.integer("batch"))),
-    "select": lambda stage, fields: _done(stage.select(fields.integer("session"), fields.integers("rows"))),
     "end": lambda stage, fields: _done(stage.end(fields.integer("session"))),
     "state": lambda stage, _: command_bytes.state_bundle(stage.state()),
     "restore": lambda stage, fields: _done(stage.restore(*command_bytes.state_of(fields))),
@@ -135,6 +134,19 @@ def part_by_hand(base: BaseModel, start: int, stop: int) -> StagePart:
     return StagePart(start, stop, start == 0, has_head=stop == num_layers)
 
 
+@dataclass(frozen=True, slots=True)
+class _Neighbours:
+    """Who passes hidden states to a stage, and whom it passes them to. None: the driver."""
+
+    before: str | None
+    after: str | None
+    after_slot: int
+
+
+RELAYED_KINDS = ("forward", "decode")
+"""Kinds that one stage passes to the next one: without gradients only, where the driver does not compare what each returns."""
+
+
 class _NotLoaded(PipelineError):
     """A command addresses layers that this machine does not hold."""
 
@@ -170,6 +182,7 @@ class StageHost:
         )
         self._stages: dict[int, Stage] = {}
         self._copies: dict[int, _Copy] = {}
+        self._neighbours: dict[int, _Neighbours] = {}
         self._width = 0
         self._trainable_bytes = 0
         self._speed = 0.0
@@ -190,35 +203,72 @@ class StageHost:
             return MAX_HEAD_BYTES + STATE_TENSORS * self._trainable_bytes
         if kind == "keep":
             return MAX_HEAD_BYTES + self._num_adapter_bytes
-        return MAX_HEAD_BYTES if kind in (*PLAIN_KINDS, "machine", "load", "unload", "copy", "kept") else 0
+        return MAX_HEAD_BYTES if kind in (*PLAIN_KINDS, "machine", "load", "unload", "copy", "kept", "route") else 0
 
-    def carry_out(self, kind: str, payload: bytes) -> bytes:
-        """Carry out a command and return the reply, which says so where the command is refused."""
+    def carry_out(self, kind: str, payload: bytes) -> bytes | tuple[str, bytes]:
+        """Carry out a command and return the reply, which says so where the command is refused.
+
+        For a command that is passed on: (peer id of the next machine, its payload).
+        """
+        return self._carry_out(kind, lambda: self._reply(kind, payload))
+
+    def carry_out_relayed(self, sender: str, kind: str, payload: bytes) -> bytes | tuple[str, bytes]:
+        """As `carry_out`, for what another machine passed on. It is refused unless the driver named it as the one before."""
+
+        def work() -> bytes | tuple[str, bytes]:
+            fields = Fields(decode_bundle(payload)) if kind in RELAYED_KINDS else Fields(Bundle())
+            slot = fields.integer("slot")
+            self._stage(slot)
+            neighbours = self._neighbours.get(slot)
+            if neighbours is None or neighbours.before != sender:
+                raise PipelineError(f"states must come from the stage before, got some of {sender}; send them directly")
+            return self._compute(kind, fields, is_relayed=True)
+
+        return self._carry_out(kind, work)
+
+    def _carry_out(self, kind: str, work: Callable[[], "bytes | tuple[str, bytes]"]) -> bytes | tuple[str, bytes]:
         try:
-            return self._reply(kind, payload)
+            return work()
         except _NotLoaded as refusal:  # the process that had loaded them was restarted
             return encode_bundle(Bundle({"gone": str(refusal)}))
         except (PipelineError, PolicyError, MemoryBudgetError) as refusal:
             logger.info("refused to %s: %s", kind, refusal)
             return encode_bundle(Bundle({"refused": str(refusal)[:500]}))
 
-    def _reply(self, kind: str, payload: bytes) -> bytes:
+    def _reply(self, kind: str, payload: bytes) -> bytes | tuple[str, bytes]:
         if kind == "keep":
             return self._store_copy(payload)
         fields = Fields(decode_bundle(payload))
         own: dict[str, Callable[[Fields], Bundle]] = {
-            "machine": self._machine, "load": self._load_part, "unload": self._unload
+            "machine": self._machine, "load": self._load_part, "unload": self._unload, "route": self._route
         }  # fmt: skip
         if kind in own:
             return encode_bundle(own[kind](fields))
         if kind == "kept":
             return self._stored_copy(fields)
-        stage = self._stage(fields.integer("slot"))
         if kind == "copy":
-            return _copy_of(stage)
+            return _copy_of(self._stage(fields.integer("slot")))
+        return self._compute(kind, fields, is_relayed=fields.has("relayed"))
+
+    def _compute(self, kind: str, fields: Fields, *, is_relayed: bool) -> bytes | tuple[str, bytes]:
+        slot = fields.integer("slot")
+        stage, neighbours = self._stage(slot), self._neighbours.get(slot)
+        if is_relayed and (kind not in RELAYED_KINDS or (kind == "forward" and fields.integer("batch"))):
+            raise PipelineError("only states without gradients are passed on; send this command by itself")
         precision = _PRECISIONS.get(fields.text("precision"), "fp32") if kind in STATES_KINDS else "fp32"
         bundle, is_states = stage_reply(stage, kind, fields, precision=precision)
-        return encode_bundle(bundle, {"states": precision} if is_states else None)
+        precisions: dict[str, WirePrecision] | None = {"states": precision} if is_states else None
+        if not is_relayed or neighbours is None or neighbours.after is None:
+            return encode_bundle(bundle, precisions)
+        onward = {**fields.values(), "slot": neighbours.after_slot}
+        return neighbours.after, encode_bundle(Bundle(onward, bundle.tensors), precisions)
+
+    def _route(self, fields: Fields) -> Bundle:
+        """Set who passes states to a stage, and whom it passes them to; without `before` and `after` nobody does."""
+        slot, before, after = fields.integer("slot"), fields.optional_text("before"), fields.optional_text("after")
+        self._stage(slot)
+        self._neighbours[slot] = _Neighbours(before, after, fields.integer("after_slot"))
+        return Bundle()
 
     def _stage(self, slot: int) -> Stage:
         if slot not in self._stages:
@@ -287,6 +337,7 @@ class StageHost:
 
     def _drop_stage(self, slot: int) -> None:
         self._stages.pop(slot, None)
+        self._neighbours.pop(slot, None)
         self._recount()
 
     def _recount(self) -> None:

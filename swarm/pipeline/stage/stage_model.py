@@ -10,7 +10,7 @@ are read from the safetensors files.
 import copy
 import hashlib
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,18 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
 from swarm.adapters.adapter_state import adapter_parameters
 from swarm.adapters.load_pretrained import quiet_libraries
 from swarm.config import LoraSection
+from swarm.engine.slot_engine import FOLD_SHARE, MergedLayers
 from swarm.errors import PipelineError
 from swarm.pipeline.model_shape import Layout, StagePart, adapter_targets, layout_of, on_meta, read_config
 from swarm.policy.answer_head import Head
 from swarm.policy.base_folder import weight_files
 from swarm.policy.base_model import switch_dropout_off
+from swarm.policy.device import available_bytes
 from swarm.policy.lora import attach_adapter
 
 
@@ -82,6 +85,37 @@ def _unreadable(path: Path, error: Exception) -> PipelineError:
     )
 
 
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one layer in buffers with some room, so that a new token does not copy those before it.
+
+    The room is at most a quarter of what is in use. Reordered rows get new buffers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: list[Tensor | None] = [None, None]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append columns and return all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self._rooms[0] = _appended(self.keys, self._rooms[0], key_states)
+        self.values, self._rooms[1] = _appended(self.values, self._rooms[1], value_states)
+        return self.keys, self.values
+
+
+def _appended(held: Tensor | None, room: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (the tensor with the new columns [.., n, D], the buffer that it is the beginning of)."""
+    start = held.shape[-2] if held is not None and held.numel() else 0
+    stop = start + new.shape[-2]
+    if held is None or room is None or not start or held.data_ptr() != room.data_ptr() or stop > room.shape[-2]:
+        room = new.new_empty((*new.shape[:-2], stop + stop // 4 if start else stop, new.shape[-1]))
+        if held is not None and start:
+            room[..., :start, :] = held
+    room[..., start:stop, :] = new
+    return room[..., :stop, :], room
+
+
 class StageModel:
     """The model of one stage: frozen with a LoRA adapter, or trainable as a whole."""
 
@@ -108,6 +142,10 @@ class StageModel:
         self._layout = layout_of(config)
         self._shell = shell
         self._adapted = adapted
+        self._merged: MergedLayers | None = None
+        self._is_merged = False  # whether it holds the present weights
+        self._in_place = ExitStack()
+        self._is_in_place = False
         self._embedding, self._norm, self._head = (ends.get(name) for name in ("embedding", "norm", "head"))
         self._decoder = getattr(shell, self._layout.decoder)
         first = next(shell.parameters())
@@ -139,7 +177,9 @@ class StageModel:
 
     def new_cache(self) -> transformers.DynamicCache:
         """Return empty keys and values for the layers of the slice."""
-        return transformers.DynamicCache(config=self._shell.config)
+        cache = transformers.DynamicCache(config=self._shell.config)
+        cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        return cache
 
     def adapter_off(self) -> AbstractContextManager[None]:
         """Within this context the slice computes as the frozen base. Raises PipelineError where all of it trains."""
@@ -147,7 +187,32 @@ class StageModel:
             raise PipelineError(
                 "the base's log-probs need a frozen base, got one that trains as a whole; set kl_coef = 0"
             )
-        return nullcontext() if self._adapted is None else self._adapted.disable_adapter()
+        if self._adapted is None:
+            return nullcontext()
+        self._use_merged(False)
+        return self._adapted.disable_adapter()
+
+    def weights_changed(self) -> None:
+        """Merge again before the next answers are sampled. Call it after every change of the trainable parameters."""
+        self._is_merged = False
+
+    def _use_merged(self, wanted: bool) -> None:
+        """Switch between the adapter beside the base, which trains, and merged into it, as the engine of one process samples.
+
+        A float32 base is merged, where there is memory for it, and once per version.
+        """
+        if not wanted:
+            self._in_place.close()
+            self._is_in_place = False
+            return
+        if self._merged is None:
+            self._merged = MergedLayers(self._adapted, max_bytes=available_bytes(self.device) // FOLD_SHARE)
+        if not self._is_merged:
+            self._merged.merge()
+            self._is_merged = True
+        if not self._is_in_place:
+            self._in_place.enter_context(self._merged.as_merged_last())
+            self._is_in_place = True
 
     def run(
         self, states: Tensor, left_padding: Tensor | None = None, cache: transformers.DynamicCache | None = None
@@ -155,8 +220,10 @@ class StageModel:
         """Compute hidden states [B, L, W] after the slice from token ids [B, L] or hidden states [B, L, W] before it.
 
         `left_padding` [B] counts the leading columns, those in `cache` included, that a row must not attend to; padding on
-        the right needs no mask. Positions count real tokens only.
+        the right needs no mask. Positions count real tokens only. With a `cache` the adapter is merged.
         """
+        if self._adapted is not None:
+            self._use_merged(cache is not None)
         hidden = states.to(self.device)
         if not hidden.is_floating_point():
             if self._embedding is None:
