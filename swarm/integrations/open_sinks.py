@@ -21,12 +21,12 @@ def open_sinks(config: Config, folder: NodeFolder, identity: Identity) -> list[S
     settings, sinks = config.integrations, dict[str, Callable[[], Sink]]()
     if settings.tensorboard:
         _need("tensorboard", "tensorboard")
-        from swarm.integrations.tensorboard import TensorboardSink
+        from swarm.integrations.trackers import TensorboardSink
 
         sinks["tensorboard"] = lambda: TensorboardSink(folder.path / "tensorboard")
     if settings.wandb != "off":
         _need("wandb", "wandb")
-        from swarm.integrations.wandb_run import WandbSink, read_settings
+        from swarm.integrations.trackers import WandbSink, read_settings
 
         read_settings()
         mode = settings.wandb

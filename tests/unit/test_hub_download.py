@@ -16,7 +16,7 @@ from swarm.diagnostics.check_result import Level
 from swarm.errors import PolicyError
 from swarm.observability.progress import _Lines as progress_lines
 from swarm.policy.base_folder import base_at_hand, locate_base
-from swarm.warm_start.hub_adapter import ADAPTER_FILES, BASE_FACTS, hub_adapter
+from swarm.warm_start.start_digest import ADAPTER_FILES, BASE_FACTS, hub_adapter
 from tests.unit.local_http import Received, local_http
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

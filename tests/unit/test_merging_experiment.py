@@ -28,7 +28,7 @@ from swarm.experiments.merging.arms import (
 from swarm.experiments.merging.backdoor import lie
 from swarm.experiments.merging.figures import attack_table, figures, part_tables, write_all
 from swarm.experiments.merging.memory_pairing import MemoryPairing, Terms
-from swarm.experiments.merging.merge_run import MergeRun, Scale, hypercube_mean
+from swarm.experiments.merging.merging_cell import MergeRun, Scale, hypercube_mean
 from swarm.experiments.merging.merging_plan import COMPANIES, QUIET, STAGES, MergingPlan, chosen_parts
 from swarm.experiments.merging.replicas import Adapter
 from swarm.merging.adapter_wire import decode_adapter, encode_adapter

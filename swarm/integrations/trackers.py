@@ -1,4 +1,7 @@
-"""A run of Weights & Biases. It sends rows and shareable settings, and nothing else about the machine."""
+"""Sinks for TensorBoard and Weights & Biases. Each imports its package when it is made.
+
+The run of Weights & Biases gets rows and shareable settings, and nothing else about the machine.
+"""
 
 import contextlib
 import os
@@ -6,6 +9,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 from swarm.integrations.sink import scalars
+
+_FLUSH_S = 10
+
+
+class TensorboardSink:
+    """Curves for TensorBoard, by tensorboardX, which needs neither TensorFlow nor torch.
+
+    Event files in `folder`, a new one for each run; `folder` itself is shown as one run."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), flush_secs=_FLUSH_S)
+
+    def write(self, row: dict[str, Any]) -> None:
+        for name, value in scalars(row):
+            self._writer.add_scalar(name, value, row.get("round", 0))
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def read_settings() -> None:
