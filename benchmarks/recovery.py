@@ -81,7 +81,9 @@ def main() -> None:
         folder = Path(scratch)
         base = str(deeper_base(folder / "base", num_stages + 1))
         pipeline = {"copy_interval_steps": 1, "spares": 1}
-        policy = PolicySection(base=base, max_prompt_tokens=256).model_dump(mode="json", exclude_none=True, exclude={"pipeline"})
+        policy = PolicySection(base=base, max_prompt_tokens=256).model_dump(
+            mode="json", exclude_none=True, exclude={"pipeline"}
+        )
         layers = [f"{number}:{number + 1}" for number in range(num_stages)]
         with pipeline_processes(
             folder,
