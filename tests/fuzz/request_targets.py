@@ -5,7 +5,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 
 from swarm.errors import RequestError
@@ -13,7 +12,7 @@ from swarm.merging.exchange import final_list as final_message
 from swarm.merging.exchange.offered_adapter import OfferedAdapter
 from swarm.merging.exchange.proposal import MAX_MESSAGE_BYTES, Accepted, ProposalHandler, decode_answer
 from swarm.merging.exchange.recent_partners import RecentPartners
-from swarm.network.commands.envelope import decode_command, encode_command
+from swarm.network.commands.envelope import CommandChannel, decode_opening, encode_opening
 from swarm.network.hivemind.daemon_control import address_text, encoded
 from swarm.network.index_entry import IndexRule, check_entry
 from swarm.network.index_gateway import MAX_INDEX_RESPONSE_BYTES, IndexGateway, read_loaded, read_stored
@@ -151,16 +150,18 @@ def merge_answer(data: bytes) -> bool:
     return True
 
 
+COMMANDS = CommandChannel(SWARM_ID, "crew", ALICE.peer_id, (MALLORY.peer_id,))
+
+
 def order(data: bytes) -> bool:
-    """What a stage is ordered by a driver that signs whatever it likes."""
+    """The opening of a line to a stage, by a driver that signs whatever it likes."""
     with verified_by(lambda peer_id, signed, signature: True):
         try:
-            head, payload = decode_command(data, SWARM_ID)
+            epoch = decode_opening(data, COMMANDS, MALLORY.peer_id)
         except InvalidRecord:
             return False
-        assert len(payload) == (head.payload_bytes if head.is_inline else 0)
-        own = replace(head, author=ALICE.peer_id)
-        assert decode_command(encode_command(ALICE, SWARM_ID, own, payload), SWARM_ID) == (own, payload)
+        again = encode_opening(ALICE, COMMANDS, MALLORY.peer_id, epoch)
+        assert decode_opening(again, COMMANDS, MALLORY.peer_id) == epoch
     return True
 
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from swarm.manifest.manifest import create, dump
 from swarm.merging.exchange.final_list import FetchAck, MeetReply, MeetRequest
 from swarm.merging.exchange.proposal import Accepted, Declined, Fetched, Proposal
-from swarm.network.commands.envelope import MAX_INLINE_BYTES, CommandHead, digest_of, encode_command
+from swarm.network.commands.envelope import CommandChannel, encode_opening
 from swarm.network.hivemind.daemon_control import address_bytes
 from swarm.network.hivemind.index_guard import node_id_of, wrap
 from swarm.network.hivemind.parts import DHTID, DHTProtocol, DictionaryDHTValue, dht_pb2, p2pd_pb2
@@ -45,6 +45,7 @@ from tests.unit.experience_factory import ALICE, MALLORY, NOW, SWARM_ID, body_an
 _messages: Any = dht_pb2
 _daemon: Any = p2pd_pb2
 _rpc: Any = rpc_pb2
+_COMMANDS = CommandChannel(SWARM_ID, "crew", ALICE.peer_id, (MALLORY.peer_id,))
 _ADDRESSES = ("/ip4/192.0.2.7/tcp/31000", "/ip6/2001:db8::1/tcp/31000", "/dns4/node.example.org/tcp/443")
 
 
@@ -86,7 +87,7 @@ def seeds() -> dict[str, list[bytes]]:
         "merge_answer": [Accepted(offer).encode(), Declined("busy").encode()],
         "final_request": [MeetRequest(bytes(16), 3, bytes(32), 5).encode(), FetchAck(bytes(16), 1, bytes(32)).encode()],
         "final_answer": [MeetReply(bytes(32), 7).encode(), Declined("wait").encode()],
-        "order": [_order(b"payload"), _order(bytes(MAX_INLINE_BYTES + 1))],
+        "order": [encode_opening(ALICE, _COMMANDS, MALLORY.peer_id, epoch) for epoch in (1, 1_000_000)],
         "certificate": [_certificate()],
         "address": [
             *(address.encode() for address in _ADDRESSES),
@@ -154,14 +155,6 @@ def _response(status: Status, body: bytes) -> bytes:
     asyncio.run(write_response(sink, Response(status, body)))  # type: ignore[arg-type]
     write_acknowledgement(sink)  # type: ignore[arg-type]
     return sink.data
-
-
-def _order(payload: bytes) -> bytes:
-    """Long payloads are left out and pulled."""
-    head = CommandHead(
-        ALICE.peer_id, "crew", MALLORY.peer_id, 1_000_000, 7, "forward", len(payload), digest_of(payload)
-    )
-    return encode_command(ALICE, SWARM_ID, head, payload)
 
 
 def _certificate() -> bytes:

@@ -82,7 +82,8 @@ def test_the_terminal_shows_a_folder_of_somebody_else_as_text(tmp_path: Path) ->
     (folder / "status.json").write_text(json.dumps(asdict(told)))
     out = io.StringIO()
     console = Console(file=out, highlight=False, width=400)
-    console.print(top._screen([tmp_path], console))
+    view = top.View(top.Order.node)
+    console.print(top._screen(top._look([tmp_path], top.Trends(), view), [HOSTILE], console, view))
     assert "mend it" in out.getvalue() and is_harmless(out.getvalue())
 
 
