@@ -263,3 +263,15 @@ def test_run_eval_sample_and_export_work_on_one_folder(tmp_path: Path) -> None:
     fresh = swarm("run", "n/config.toml", "--fresh", "--node.dir", "n", cwd=tmp_path)
     assert "earlier run moved to" in fresh.stdout
     assert (tmp_path / "n" / "previous-001" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("quantization", "is_imported"), [("none", False), ("8bit", True)])
+def test_bitsandbytes_is_left_out_where_nothing_is_quantised(quantization: str, is_imported: bool) -> None:
+    script = (
+        "import sys\nfrom swarm.cli.arguments import prepare_imports\nfrom swarm.config import parse\n"
+        f"prepare_imports(parse({{'policy': {{'quantization': '{quantization}'}}}}))\n"
+        "from swarm.policy.policy import load_policy\nload_policy(parse({}).policy, device='cpu')\n"
+        "print(sys.modules.get('bitsandbytes') is not None, 'torch._inductor.compile_fx' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.split()[-2:] == [str(is_imported)] * 2, ended.stdout

@@ -120,15 +120,3 @@ def test_commands_start_without_torch() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr[-500:]
-
-
-@pytest.mark.parametrize(("quantization", "is_imported"), [("none", False), ("8bit", True)])
-def test_bitsandbytes_is_left_out_where_nothing_is_quantised(quantization: str, is_imported: bool) -> None:
-    script = (
-        "import sys\nfrom swarm.cli.arguments import prepare_imports\nfrom swarm.config import parse\n"
-        f"prepare_imports(parse({{'policy': {{'quantization': '{quantization}'}}}}))\n"
-        "from swarm.policy.policy import load_policy\nload_policy(parse({}).policy, device='cpu')\n"
-        "print(sys.modules.get('bitsandbytes') is not None, 'torch._inductor.compile_fx' in sys.modules)"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert ended.stdout.split()[-2:] == [str(is_imported)] * 2, ended.stdout

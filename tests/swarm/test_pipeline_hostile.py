@@ -24,7 +24,7 @@ from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
 from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.policy import load_policy
 from swarm.training.policy_optimizer import LocalOptimizer
-from tests.unit.test_pipeline_driver import DRIVER, MEMBERS, POLICY, TRAINING, Driven, driven_pipeline
+from tests.swarm.test_pipeline_driver import DRIVER, MEMBERS, POLICY, TRAINING, Driven, driven_pipeline
 
 Lie = Callable[[str, Bundle], Bundle]
 PARTS = [[([5, 6, 7], [20, 21, 22]), ([9], [23, 24])], [([11, 12], [25, 26, 27])]]
