@@ -30,7 +30,7 @@ quick: $(READY) format lint types  ## While you work: format, lint, types and th
 TESTS ?= tests/unit tests/fuzz
 # Property tests draw 25 examples each, and 100 in `make check`.
 EXAMPLES ?= short
-test: $(READY)  ## Unit tests and fuzzing: about six minutes
+test: $(READY)  ## Unit tests and fuzzing: under six minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile $(EXAMPLES) -m "not alone" $(TESTS)
 
 # What takes long comes first; tests whose deadlines bear no load run one after the other.
