@@ -47,10 +47,12 @@ class Chain:
 
     def work(self, place: int, sender: str | None, kind: str, payload: bytes) -> bytes | tuple[str, bytes]:
         self.heard.append((place, sender))
-        if kind == "hold" and place == 1:
+        if kind == "hold" and place > 0:
             self.hold.wait(10)
         if self.refusing == place:
             return b"refused"
+        if kind == "long":
+            return bytes(10_000)
         return (PEERS[place + 1], payload + b"%d" % place) if place < 2 else payload + b"%d" % place
 
 
@@ -92,6 +94,43 @@ async def test_each_machine_passes_on_and_the_last_one_replies() -> None:
         assert set(chain.heard) == {(0, None), (1, PEERS[0]), (2, PEERS[1])} and len(chain.heard) == 15
         driver = chain.transports[DRIVER.peer_id].traffic
         assert driver.requests_failed == 0
+
+
+async def test_a_machine_cannot_answer_commands_of_the_driver_through_another() -> None:
+    """It passes on what nobody asked it to, under numbers that the driver uses next, and more than has room."""
+    async with chain_of_three() as chain:
+        assert await chain.send() == b"x012"
+        victim, hostile = PEERS[2], chain.transports[PEERS[0]]
+
+        def direct(kind: str) -> asyncio.Task[bytes]:
+            return asyncio.create_task(chain.caller.send(victim, kind, b"a", max_reply_bytes=100, deadline_s=5))
+
+        first = direct("hold")
+        while (2, None) not in chain.heard:
+            await asyncio.sleep(0)
+        line = await hostile.open_line(victim, RELAY_PROTOCOL, deadline_s=1)
+        for number in range(3, 60):
+            await line.send(RELAY_HEAD.pack(chain.caller._epoch, number) + b"add", b"y")
+        while len(chain.services[2]._relayed) < 32:
+            await asyncio.sleep(0)
+        second = direct("add")
+        while len(chain.services[2]._replies) < 2:
+            await asyncio.sleep(0)
+        chain.hold.set()
+        assert await first == await second == b"a2"
+
+
+async def test_a_machine_cannot_have_the_line_of_the_next_one_cut() -> None:
+    """It passes on, where it may, what nobody asked it to; the answer is longer than a refusal."""
+    async with chain_of_three() as chain:
+        assert await chain.send() == b"x012"
+        before = chain.caller._lines[PEERS[2]]
+        line = await chain.transports[PEERS[1]].open_line(PEERS[2], RELAY_PROTOCOL, deadline_s=1)
+        await line.send(RELAY_HEAD.pack(chain.caller._epoch, 1000) + b"long", b"y")
+        while chain.heard[-1] != (2, PEERS[1]) or len(chain.heard) < 4:
+            await asyncio.sleep(0)
+        assert await chain.send() == b"x012"
+        assert chain.caller._lines[PEERS[2]] is before
 
 
 async def test_a_bug_on_the_way_reaches_the_driver(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,9 +15,11 @@ from swarm.network.commands.envelope import (
     COMMAND_HEAD,
     COMMAND_PROTOCOL,
     DONE,
+    MAX_DROPPED_BYTES,
     MAX_REASON_BYTES,
     MAX_REFUSAL_BYTES,
     OLD_PROTOCOL,
+    PASSED_ON,
     REPLY_HEAD,
     CommandChannel,
     encode_opening,
@@ -106,7 +108,8 @@ class CommandCaller:
                 reply = asyncio.get_running_loop().create_future()
                 for line in lines:
                     limit = max_reply_bytes if line is lines[-1] else MAX_REFUSAL_BYTES
-                    line.expect(number, _Awaited(reply, limit, is_relayed=True))
+                    added = 0 if line is lines[0] else PASSED_ON
+                    line.expect(number, _Awaited(reply, limit, is_relayed=True, added=added))
                 try:
                     await lines[0].tell(number, kind, payload)
                     return await reply
@@ -174,6 +177,8 @@ class _Awaited(NamedTuple):
     reply: "asyncio.Future[bytes]"
     max_bytes: int
     is_relayed: bool = False
+    added: int = 0
+    """To the status: `PASSED_ON` where the machine gets the command from another one."""
 
 
 class _CommandLine:
@@ -226,8 +231,13 @@ class _CommandLine:
         if len(head) != REPLY_HEAD.size:
             raise RequestError(f"{self._line.peer_id} sent no head of a reply", "damaged")
         number, status = REPLY_HEAD.unpack(head)
-        awaited = self._awaited.pop(number, None)
-        limit = MAX_REFUSAL_BYTES if awaited is None else awaited.max_bytes
+        awaited, added = self._awaited.get(number), status & PASSED_ON
+        status -= added
+        if awaited is not None and awaited.added != added:
+            awaited = None  # another machine has made this one answer
+        elif awaited is not None:
+            del self._awaited[number]
+        limit = awaited.max_bytes if awaited is not None else MAX_DROPPED_BYTES if added else MAX_REFUSAL_BYTES
         try:
             body = await self._line.receive(limit if status == DONE else MAX_REASON_BYTES)
         except RequestError as error:

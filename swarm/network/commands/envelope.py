@@ -16,6 +16,9 @@ A stage passes hidden states on to the next stage on a line of its own (`RELAY_P
     stage → stage    epoch (u64) · number (u64) · kind  |  payload       no reply; the last stage replies to the driver
     stage → driver   0 (u64) · 1 (u8)  |  reason                         its line to the next stage has broken
 
+The status of such a reply is greater by `PASSED_ON`: no machine of a pipeline can have another one answer what the driver has
+asked that one itself.
+
 While a command runs, its sender asks the peer's event loop every second whether it is alive:
 
     command ───────────────────────────────────────────▶ reply
@@ -53,11 +56,15 @@ REPLY_HEAD = struct.Struct(">QB")
 RELAY_HEAD = struct.Struct(">QQ")
 DONE, REFUSED = 0, 1
 """Statuses of a reply."""
+PASSED_ON = 2
+"""Added to the status of a reply to a command that came from another machine."""
 BROKEN_RELAY = 0
 """Number of a reply to no command: the line to the next stage broke."""
 MAX_REASON_BYTES = 200
 MAX_REFUSAL_BYTES = 4096
 """Longest reply of a stage that should have passed a command on."""
+MAX_DROPPED_BYTES = 64 << 20
+"""Longest reply to a passed-on command that the driver reads although it awaits none: the machine before may have caused it."""
 _YES = b"\x01"
 _ALIVE_INTERVAL_S = 1.0
 """Longest time between two questions. A command that is done by then costs none."""

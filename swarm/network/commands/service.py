@@ -22,6 +22,7 @@ from swarm.network.commands.envelope import (
     MAX_NAME_CHARS,
     MAX_REASON_BYTES,
     OLD_PROTOCOL,
+    PASSED_ON,
     REFUSED,
     RELAY_HEAD,
     RELAY_PROTOCOL,
@@ -100,6 +101,7 @@ class CommandService:
         self._replies: dict[int, asyncio.Task[bytes | None]] = {}  # by number, oldest first; None was passed on
         self._last_dropped = 0  # greatest number whose reply was dropped
         self._waiting_bytes: dict[int, int] = {}
+        self._relayed_bytes: dict[int, int] = {}  # counted apart: other machines take no room of the driver's commands
         self._relayed: set[asyncio.Task[None]] = set()  # commands that other machines passed on
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="commands")
@@ -182,7 +184,7 @@ class CommandService:
             payload = await line.receive(self._max_payload(kind))
             if len(self._relayed) >= self._limits.max_waiting:
                 await asyncio.wait(self._relayed, return_when=asyncio.FIRST_COMPLETED)
-            if epoch == self._epoch and number not in self._waiting_bytes:
+            if epoch == self._epoch and number not in self._relayed_bytes:
                 task = asyncio.create_task(
                     self._run_relayed(CommandHead(epoch, number, kind), line.peer_id, payload), name=f"relayed-{kind}"
                 )
@@ -193,25 +195,25 @@ class CommandService:
         carry_out, outcome = self._carry_out_relayed, None
         assert carry_out is not None, "served only with one"
         try:
-            self._claim_room(head.number, payload)
+            self._claim_room(self._relayed_bytes, head.number, payload)
             try:
                 outcome = await self._run(head, lambda: carry_out(sender, head.kind, payload))
             finally:
-                self._waiting_bytes.pop(head.number, None)
+                self._relayed_bytes.pop(head.number, None)
         except RequestRefused as refusal:
             outcome = refusal
         except Exception:  # see `_reply_when_done`
             logger.warning("a relayed command failed", exc_info=True)
             outcome = RequestRefused(_BROKE)
         if outcome is not None and self._driver_line is not None and head.epoch == self._epoch:
-            await _reply(self._driver_line, head.number, outcome)
+            await _reply(self._driver_line, head.number, outcome, added=PASSED_ON)
 
-    def _claim_room(self, number: int, payload: bytes) -> None:
+    def _claim_room(self, waiting: dict[int, int], number: int, payload: bytes) -> None:
         """Count a command as waiting. Raises RequestRefused (busy)."""
-        is_full = sum(self._waiting_bytes.values()) + len(payload) > self._limits.max_waiting_bytes
-        if self._waiting_bytes and (is_full or len(self._waiting_bytes) >= self._limits.max_waiting):
+        is_full = sum(waiting.values()) + len(payload) > self._limits.max_waiting_bytes
+        if waiting and (is_full or len(waiting) >= self._limits.max_waiting):
             raise RequestRefused("busy")
-        self._waiting_bytes[number] = len(payload)
+        waiting[number] = len(payload)
 
     def _task_of(self, head: CommandHead, payload: bytes) -> "asyncio.Task[bytes | None]":
         """Return the task of this command, which is new, running or done. Raises RequestRefused."""
@@ -220,7 +222,7 @@ class CommandService:
             return known
         if head.epoch < self._epoch or head.number <= self._last_dropped:
             raise RequestRefused("a command from the past")
-        self._claim_room(head.number, payload)
+        self._claim_room(self._waiting_bytes, head.number, payload)
         working = self._run(head, lambda: self._carry_out(head.kind, payload))
         task = asyncio.create_task(working, name=f"command-{head.kind}")
         task.add_done_callback(lambda done: self._settle(head, done))
@@ -330,11 +332,11 @@ async def _reply_when_done(line: Line, number: int, task: "asyncio.Task[bytes | 
         await _reply(line, number, RequestRefused(_BROKE))
 
 
-async def _reply(line: Line, number: int, outcome: bytes | RequestRefused) -> None:
+async def _reply(line: Line, number: int, outcome: bytes | RequestRefused, added: int = 0) -> None:
     is_done = isinstance(outcome, bytes)
     body = outcome if is_done else str(outcome).encode("ascii", "replace")[:MAX_REASON_BYTES]
     with contextlib.suppress(RequestError):  # the line has ended; its driver asks again on another one
-        await line.send(REPLY_HEAD.pack(number, DONE if is_done else REFUSED), body)
+        await line.send(REPLY_HEAD.pack(number, added + (DONE if is_done else REFUSED)), body)
 
 
 async def _refuse(line: Line, reason: str) -> None:
