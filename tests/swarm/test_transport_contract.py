@@ -229,6 +229,14 @@ async def test_a_request_without_a_response_is_an_error_with_the_reason(
     assert await ask(one, other.peer_id, "echo") == one.peer_id.encode() + b":hi", "the next request is answered"
 
 
+async def test_requests_that_are_given_up_half_way_leave_the_connection_whole(swarm: Swarm) -> None:
+    one, other = swarm.ends
+    for _ in range(10):
+        with pytest.raises(RequestError, match="a response must be"):
+            await ask(one, other.peer_id, "large", max_response_bytes=299_999)
+        assert await ask(one, other.peer_id, "echo") == one.peer_id.encode() + b":hi"
+
+
 @pytest.mark.parametrize("peer_id", [STRANGER, "nonsense"])
 async def test_a_peer_that_is_nowhere_is_unreachable(swarm: Swarm, peer_id: str) -> None:
     with pytest.raises(RequestError) as error:

@@ -58,6 +58,9 @@ class EagerLock:
         self._lock = trio.Lock()
 
     async def acquire(self) -> None:
+        # A task that is cancelled must end here, as with trio.Lock: below, a message is encrypted and then never sent, after
+        # which the other side cannot decrypt the next one.
+        await trio.lowlevel.checkpoint_if_cancelled()
         try:
             self._lock.acquire_nowait()
         except trio.WouldBlock:
