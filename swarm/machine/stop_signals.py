@@ -18,8 +18,8 @@ from types import FrameType
 
 DEADLINE_S = 20.0
 """Time from the first signal to the kill. A node needs a few seconds to stop."""
-_IMPATIENT_S = 1.0
-"""Time from the second signal to the kill. The process itself, if it can, ends at once then."""
+_IMPATIENT_S = 4.0
+"""Time from the second signal to the kill. The process itself, if it can, ends at once; a busy machine delays that."""
 _HELPER = """
 import os, select, sys, time
 process, deadline_s, impatient_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
@@ -42,8 +42,8 @@ if os.getppid() == process:
 def obey_stop_signals(on_signal: Callable[[], None], deadline_s: float = DEADLINE_S) -> None:
     """Call `on_signal` on the running event loop at each SIGINT and SIGTERM, and make sure that the process ends.
 
-    A process that still runs `deadline_s` after the first signal is killed, and so is one that still runs a second
-    after the second signal. This holds until the process ends, also while its loop closes and waits for threads. Call
+    A process that still runs `deadline_s` after the first signal is killed, and so is one that still runs four
+    seconds after the second signal. This holds until the process ends, also while its loop closes and waits for threads. Call
     it once, on the main thread. Raises OSError where the helper cannot be started.
     """
     import asyncio  # here, as commands without a loop import this module, too

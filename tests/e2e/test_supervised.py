@@ -86,7 +86,6 @@ def test_a_second_interrupt_ends_a_node_at_once(tmp_path: Path, slow_node: Swarm
     until(lambda: read_status(tmp_path / "n" / "status.json").phase == "learning", slow_node)
     slow_node.send_signal(signal.SIGINT)
     until(lambda: "stopping: " in (tmp_path / "said").read_text(), slow_node)
-    told_at = time.monotonic()
     slow_node.send_signal(signal.SIGINT)
     assert slow_node.wait(PATIENCE_S) == 130
-    assert time.monotonic() - told_at < 2, "sooner than the grace for the round in flight"
+    assert "stopped; " not in said.read_text(), "it did not wait until the grace for the round in flight was over"

@@ -2,19 +2,20 @@
 node.
 
     open ─→ [session] ─→ look from outside ─→ wait, check ─→ join or stay ─┐
-               ↑                │ role has changed   │ broken       ↑      │
-               └──── reopen ────┴────────────────────┘              └──────┘
+               ↑            ↑   │ role has changed   │ hangs              │
+               │            └───┼────────────────────┼────────────────────┘
+               └──── reopen ────┴────────────────────┘  and at once where the daemon has ended
 
 hivemind is imported when the first session opens, so a command that opens no socket starts without it.
 """
 
 import asyncio
-import contextlib
 import functools
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 from swarm.errors import NetworkError
 from swarm.network.network_context import NetworkContext
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Failure = tuple[str, str]
+"""(reason, as in `SessionSupervisor.broken`; cause in words) why a daemon has to be replaced."""
 HEALTH_INTERVAL_S = 15.0
 _CHECKS_IN_A_ROW = 3
 """Checks in a row that must fail. A new daemon costs all connections, and would be slow, too, on a busy machine."""
@@ -171,17 +174,34 @@ class SessionSupervisor:
 
     async def _supervise(self) -> None:
         """Keep a working session with at least one peer, for as long as the node runs."""
-        # A node that nobody answered at the start soon asks again: a peer may not have known it yet.
-        num_attempts_alone = 0 if self._sessions.current is not None and self._sessions.current.neighbors else 1
+        is_first = True
         while True:
-            await self._look_from_outside()
             session = self._sessions.current
             assert session is not None
+            failure = await _first(session.broke_down(), self._attend(session, has_joined=is_first))
+            is_first = False
+            if failure is not None:
+                reason, cause = failure
+                self.broken[reason] += 1
+                logger.warning(
+                    "the libp2p daemon failed and is being restarted (%d so far): %s", self.broken.total(), cause
+                )
+            await self._reopen(session)
+
+    async def _attend(self, session: "HivemindSession", *, has_joined: bool) -> _Failure | None:
+        """Check the session and keep its peers, until it has to be replaced.
+
+        Returns None where the node needs another role.
+        """
+        if not has_joined:
+            await self._joining.join(session)
+        # A node that nobody answered soon asks again: a peer may not have known it yet.
+        num_attempts_alone = 0 if session.neighbors else 1
+        while not await self._is_role_outdated(session):
             pause_s = self._pause_s(num_attempts_alone) if num_attempts_alone else self._health_interval_s
-            cause = await self._cause_of_failure(session, min(pause_s, self._health_interval_s))
-            if cause is not None:
-                await self._replace(session, *cause)
-                continue
+            await asyncio.sleep(min(pause_s, self._health_interval_s))
+            if (hang := await _hang(session)) is not None:
+                return "hang", hang
             await self._joining.resume(session)
             if not session.neighbors:
                 self._watch.hurry()
@@ -191,15 +211,17 @@ class SessionSupervisor:
             else:
                 num_attempts_alone = 0
                 await self._joining.stay(session)
-            await self._survey(session)
+            if await self._needs_new_reservation(session):
+                break
+        return None
 
-    async def _survey(self, session: "HivemindSession") -> None:
-        """Note who can be reached, whether any of them hosts the index, and whether a relay needs a new daemon here."""
+    async def _needs_new_reservation(self, session: "HivemindSession") -> bool:
+        """Note who can be reached and whether any of them hosts the index; say whether a relay needs a new daemon here."""
         try:
             connected = await session.peers()
             await session.refresh_addresses()
         except NetworkError:
-            return  # the next check of the daemon says more
+            return False  # the next check of the daemon says more
         self._outage.note(
             Surveyed(
                 has_host=not session.is_cut_off,
@@ -216,30 +238,7 @@ class SessionSupervisor:
         )
         if needs_relay:
             logger.info("a relay is back: asking it again for a place")
-            await self._reopen(session)
-
-    async def _cause_of_failure(self, session: "HivemindSession", after_s: float) -> tuple[str, str] | None:
-        """Wait, then check the session. A daemon that ends or takes too much memory ends the wait early.
-
-        Returns (reason, cause in words), or None where the session works.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(after_s):
-                return await session.broke_down()
-        cause = ""
-        for _ in range(_CHECKS_IN_A_ROW):
-            try:
-                await session.check()
-            except NetworkError as error:
-                cause = str(error)
-            else:
-                return None
-        return "hang", cause
-
-    async def _replace(self, session: "HivemindSession", reason: str, cause: str) -> None:
-        self.broken[reason] += 1
-        logger.warning("the libp2p daemon failed and is being restarted (%d so far): %s", self.broken.total(), cause)
-        await self._reopen(session)
+        return needs_relay
 
     async def _reopen(self, session: "HivemindSession") -> None:
         await session.close()
@@ -253,25 +252,22 @@ class SessionSupervisor:
                 pause_s = self._pause_s(attempt)
                 logger.warning("network did not restart, trying again in %.1f s: %s", pause_s, error)
                 await asyncio.sleep(pause_s)
-        await self._joining.join(self._sessions.current)
 
-    async def _look_from_outside(self) -> None:
-        """Ask peers, where that is due, whether they can dial this node, and change its role by the answer."""
-        session = self._sessions.current
-        assert session is not None
+    async def _is_role_outdated(self, session: "HivemindSession") -> bool:
+        """Ask peers, where that is due, whether they can dial this node, and say whether the answer changes its role."""
         try:
             await session.refresh_addresses()
             if not self._watch.is_due(session.addresses):
-                return
+                return False
             peers = interleaved_by_network(await session.peers(), self._rng)
         except NetworkError:
-            return  # the next check of the daemon says more
+            return False  # the next check of the daemon says more
         has_changed = await self._watch.look(self._ask_about_reach, peers, self._ports())
         self._last_reached.write(self._watch.proven, local_addresses())
         if has_changed:
             now = f"can be dialled at {self._watch.proven}" if self._watch.is_reachable else "cannot be dialled"
             logger.info("asked %d peers: this node %s; its role in the network changes", len(peers), now)
-            await self._reopen(session)
+        return has_changed
 
     def _announced(self) -> tuple[TcpAddress, ...]:
         """Return the addresses to announce: configured ones, or the listening ones and the proven one behind a router."""
@@ -292,6 +288,31 @@ class SessionSupervisor:
         """Return a pause that grows by half with each attempt, times a random factor from 0.5 to 1."""
         pause_s = min(_RETRY_PAUSE_S * 1.5**attempt, _MAX_RETRY_PAUSE_S)
         return pause_s * self._rng.uniform(0.5, 1.0)
+
+
+async def _hang(session: "HivemindSession") -> str | None:
+    """Return why a session counts as hanging, or None where it works."""
+    cause = None
+    for _ in range(_CHECKS_IN_A_ROW):
+        try:
+            await session.check()
+        except NetworkError as error:
+            cause = str(error)
+        else:
+            return None
+    return cause
+
+
+async def _first(*work: Coroutine[Any, Any, _Failure | None]) -> _Failure | None:
+    """Return the result of what ends first, and cancel the others."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _report_end(supervisor: asyncio.Task[None]) -> None:
