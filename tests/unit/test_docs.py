@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -183,6 +184,15 @@ def test_prose_wraps_at_100_characters(path: Path) -> None:
     without_code = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.S | re.M)
     lines = [line for line in without_code.splitlines() if not re.match(r" {4}|\||#|!\[|<", line)]
     assert [line for line in lines if len(line) > 100 and " " in line.strip(" -*")] == []
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_configurations_of_a_page_are_toml(path: Path) -> None:
+    """Indented blocks that begin with a table's head, where no part of them is left out."""
+    for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", path.read_text(), re.M):
+        lines = textwrap.dedent(block).strip()
+        if re.match(r"\[+[\w.]+\]+\s", lines) and not re.search(r"^\s*…$|= …", lines, re.M):
+            tomllib.loads(lines)
 
 
 def test_every_page_is_in_the_navigation() -> None:
