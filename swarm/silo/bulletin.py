@@ -50,6 +50,11 @@ _NO_MEMBER = "not a member"
 _MIN_REFUSALS = 2
 """Refusals in a row before a warning. One may come from a member whose roll does not list this node yet."""
 
+_REFUSED = (
+    "members of the silo answer that this node is no longer a member: its owner has removed it, or its membership has ended; it "
+    "continues alone; ask the owner for a new invitation"
+)
+
 
 def encode_question(version: int, grant: bytes) -> bytes:
     return pack([FORMAT, version, grant])
@@ -125,16 +130,23 @@ class Bulletin:
             self._wake.set()
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
-        """Answer a request. Raises RequestRefused for a caller that is no member."""
+        """Answer a request. Raises RequestRefused for a caller that is no member.
+
+        A member that joined in an earlier epoch shows a grant that is over until it has the roll that it asks for here.
+        """
+        fault = ""
         try:
             version, grant = decode_question(request)
+        except SiloError as error:
+            raise RequestRefused(f"{_NO_MEMBER}: {error.fault}") from None
+        try:
             if grant:
                 self._shown(peer_id, grant)
         except SiloError as error:
-            raise RequestRefused(f"{_NO_MEMBER}: {error.fault}") from None
+            fault = f": {error.fault}"
         key = self._membership.box_key_of(peer_id)
         if key is None:
-            raise RequestRefused(_NO_MEMBER)
+            raise RequestRefused(f"{_NO_MEMBER}{fault}")
         if version > self._membership.version:
             self.ask_soon(peer_id)
         roll = self._membership.roll_data if version < self._membership.version else b""
@@ -186,11 +198,11 @@ class Bulletin:
         """Warn after several refusals. A removed member gets no roll that says so; refusals are all that it receives."""
         self._num_refusals += 1
         if self._num_refusals == _MIN_REFUSALS:
-            logger.warning(
-                "members of the silo answer that this node is no longer a member: its owner has removed it, or its "
-                "membership has ended; "
-                "it continues alone; ask the owner for a new invitation"
-            )
+            logger.warning(_REFUSED)
+
+    def advice(self) -> tuple[str, ...]:
+        """Return what is wrong with this node's membership, and what to do about it."""
+        return (_REFUSED,) if self._num_refusals >= _MIN_REFUSALS else ()
 
     def read_file(self) -> None:
         """Accept the roll on disk where it is newer. A damaged one is logged as a warning."""

@@ -154,7 +154,7 @@ class SiloTransport:
         return self._inner.hosts_index
 
     def advice(self) -> tuple[str, ...]:
-        return self._inner.advice()
+        return (*self._bulletin.advice(), *self._inner.advice())
 
     def meet(self, contact: Contact) -> None:
         if self._membership.is_member(contact.peer_id):

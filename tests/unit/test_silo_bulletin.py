@@ -178,6 +178,22 @@ def test_a_grant_of_a_later_epoch_shows_who_has_a_newer_roll(tmp_path: Path, is_
     run(main())
 
 
+def test_who_joined_before_a_rotation_still_gets_the_newer_roll(tmp_path: Path) -> None:
+    """It shows a grant of the epoch that is over until it has a roll of the next one."""
+
+    async def main() -> None:
+        owner = found(ANN)
+        grants = {member: decode_token(invite(owner, member)).grant.data for member in (BEN, EVE)}
+        owner.revoke(EVE.peer_id, NOW)
+        lab = Lab(tmp_path, owner.data)
+        boxed = await lab.bulletin.answer(BEN.peer_id, encode_question(2, grants[BEN]))
+        assert decode_bulletin(open_box(box_key(BEN), boxed, b"bulletin"))[0] == owner.data
+        with pytest.raises(RequestRefused, match="not a member: old"):
+            await lab.bulletin.answer(EVE.peer_id, encode_question(2, grants[EVE]))
+
+    run(main())
+
+
 def test_a_newcomer_without_a_roll_vouches_for_nobody(tmp_path: Path) -> None:
     async def main() -> None:
         owner = found(CAT)
