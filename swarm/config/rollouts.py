@@ -35,7 +35,8 @@ class RolloutsSection(Section):
     """Begin this many times groups_per_round groups, stop when groups_per_round are complete, continue the rest later (APRIL)."""
     hints: NonNegativeInt = 0
     """Groups of a round, beyond groups_per_round, whose answers begin with a part of a peer's right answer. Sources whose
-    verifier needs a process, such as reasoning_gym, give hints with tasks.sandboxed only. 0: none."""
+    verifier needs a process, such as reasoning_gym, give hints with tasks.sandboxed only. 0: none, which was
+    better with answers of four tokens (docs/benchmarks.md)."""
     prune: bool = False
     """Drop answers early whose reward is foreseeable, so that more groups are half right, half wrong (ARRoL, 2603.24840)."""
     prune_interval_tokens: PositiveInt = 4
