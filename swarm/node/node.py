@@ -279,6 +279,7 @@ class Node:
         learner = Learner(config, backend, mixture=mixture, pool=self.pool, peer_id=self.identity.peer_id, ports=ports)
         learner.probe_memory()
         if learner.resume(CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)):
+            self._report.resume(learner.round, learner.policy.version)
             logger.info("resumed after round %d", learner.round)
         return _Loaded(mixture, learner, exchange)
 

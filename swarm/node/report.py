@@ -222,6 +222,7 @@ class NodeReport:
         self._http = HttpServer(config.observability, self._metrics, self._health, pages=page.routes() if page else ())
         self._started_at = time.time()
         self._last_row: MetricsRow = {}
+        self._resumed: MetricsRow = {}
         self._final_merge: MetricsRow = {}
         self._last_round_at = 0.0
         self._num_peers = 0
@@ -261,6 +262,10 @@ class NodeReport:
         self._metrics.gauge("node/stuck_parts", len(self._watchdog.stuck()))
         self.write_status()
 
+    def resume(self, round_number: int, policy_version: int) -> None:
+        """Let the status name the round and version of the checkpoint until a round ends. Called by the compute thread."""
+        self._resumed = {"round": round_number, "policy_version": policy_version}
+
     def count_failed_step(self) -> None:
         self._metrics.count("node/failed_steps")
 
@@ -293,6 +298,7 @@ class NodeReport:
 
     def write_status(self) -> None:
         sharing = self._network.sharing if self._network and self.phase != "starting" else None
+        reached = self._last_row or self._resumed
         status = NodeStatus(
             peer_id=self._identity.peer_id,
             peer_name=self._identity.peer_name,
@@ -300,8 +306,8 @@ class NodeReport:
             http_port=self._http.port,
             addresses=self._network.transport.addresses() if self._network else (),
             started_at=self._started_at,
-            round=self._last_row.get("round", 0),
-            policy_version=self._last_row.get("policy_version", 0),
+            round=reached.get("round", 0),
+            policy_version=reached.get("policy_version", 0),
             phase=self._page.phase(self.phase) if self._page else self.phase,
             last_round=self._last_row,
             final_merge=self._final_merge,

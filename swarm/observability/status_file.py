@@ -228,11 +228,12 @@ def judge(status: NodeStatus, now: float) -> NodeHealth:
 
 def _how_it_ended(status: NodeStatus, now: float) -> str:
     ago = f", {for_how_long(now - status.written_at)} ago" if status.written_at else ""
+    at = "" if status.command else f" after round {status.round}"  # a stage or bootstrap peer has no rounds
     if status.phase == "ended":
-        return f"it ended after round {status.round}{ago}"
+        return f"it ended{at}{ago}"
     if status.phase == "failed":
-        return f"it ended with an error after round {status.round}{ago}: {plain(status.failure)[:_MAX_FAILURE]}"
-    return f"process {status.pid} ended without a word after round {status.round}{ago}"
+        return f"it ended with an error{at}{ago}: {plain(status.failure)[:_MAX_FAILURE]}"
+    return f"process {status.pid} was killed or crashed{at}{ago}"
 
 
 def _why_stalled(status: NodeStatus, now: float) -> str:

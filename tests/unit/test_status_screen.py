@@ -17,8 +17,13 @@ from typing import Any
 import pytest
 
 from swarm.cli.node.top import Order, View
+from swarm.config import parse
+from swarm.machine.node_folder import NodeFolder
+from swarm.node.report import NodeReport
+from swarm.node.watchdog import Watchdog
 from swarm.observability.plain_text import counted, for_how_long, size
-from swarm.observability.status_file import NodeStatus, Word, judge
+from swarm.observability.status_file import NodeStatus, Word, judge, read_status
+from swarm.records.identity import Identity
 from tests import swarm_process
 from tests.unit.fake_node import evaluation_row, round_row
 
@@ -67,7 +72,8 @@ LEFT = UNTAKEN | {"last_taken_at": NOW - 90, "last_taken_by": "x"}
         ({"phase": "evaluating", "last_round": {}}, Word.starting, "evaluating"),
         ({"phase": "ended"}, Word.not_running, "ended after round 5"),
         ({"phase": "failed", "failure": "lr must be > 0"}, Word.not_running, ": lr must be > 0"),
-        ({"pid": 2**22 + 1}, Word.not_running, "ended without a word after round 5"),
+        ({"pid": 2**22 + 1}, Word.not_running, "was killed or crashed after round 5"),
+        ({"phase": "ended", "command": "bootstrap"}, Word.not_running, "it ended, 1 s ago"),
         ({"phase": "serving"}, Word.serving, "for others"),
         ({"phase": "sharing paused"}, Word.paused, "sharing paused until somebody resumes"),
         ({"phase": "paused"}, Word.paused, "training and sharing wait"),
@@ -77,6 +83,20 @@ def test_the_verdict_names_what_a_person_wants_to_know_first(changes: dict[str, 
     verdict = judge(status_of(**changes), NOW)
     assert verdict.word is word
     assert told in verdict.why
+
+
+def test_a_resumed_node_names_the_round_of_its_checkpoint_until_a_round_ends(tmp_path: Path) -> None:
+    config = parse({"node": {"dir": str(tmp_path)}, "network": {"backend": "off"}, "observability": {"http": False}})
+    folder = NodeFolder(config.node.dir)
+    report = NodeReport(config, folder, Identity(b"n" * 32), network=None, watchdog=Watchdog(time.monotonic))
+    report.resume(507, 797)
+    report.write_status()
+    assert (resumed := read_status(folder.status)).round == 507
+    assert resumed.policy_version == 797
+    report.record(round_row(508, 0.5) | {"policy_version": 798, "train/own_groups": 1, "train/swarm_groups": 0})
+    report.write_status()
+    assert (learning := read_status(folder.status)).round == 508
+    assert learning.policy_version == 798
 
 
 def test_a_process_that_writes_no_more_is_stalled_and_one_with_a_reused_number_is_gone() -> None:

@@ -65,7 +65,10 @@ def start_command(folder: Path, status: "NodeStatus") -> str:
     It is built here, and takes no text of the folder: somebody else may have filled that.
     """
     if status.command == "bootstrap":
-        return f"`swarm bootstrap --dir {shlex.quote(str(folder))}` and the options of its first start"
+        return (
+            f"`swarm bootstrap --dir {shlex.quote(str(folder))}` with the --manifest, --listen and other options of its "
+            "first start; without them it serves another swarm at another address"
+        )
     if status.command == "stage":
         return "`swarm stage` and the configuration of its first start"
     config = folder / "config.toml"
@@ -134,8 +137,9 @@ def _lines(folder: Path, current: "NodeStatus") -> Lines:
     lines: Lines = [
         ("node", current.peer_name),
         ("state", state if current.is_alive else "not running" + was),
-        ("round", f"{current.round}, policy version {current.policy_version}{_speed(row)}"),
     ]
+    if not current.command:  # a stage or bootstrap peer has no rounds
+        lines.append(("round", f"{current.round}, policy version {current.policy_version}{_speed(row)}"))
     if row:
         lines += [("reward", _reward(current, row)), ("learned", _learned(row))]
     lines += _exchange_lines(current, row, now)
