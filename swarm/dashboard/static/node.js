@@ -212,7 +212,7 @@ function heldOutBefore() {
   const { time_s: times = [], mean } = view.evaluations, now = nowS();
   const before = times.findLastIndex((time) => time !== null && time <= now - 3600);
   if (before > 0 && before < times.length - 1) return `${number(mean[before], 2)} ${duration(now - times[before])} ago`;
-  return times.at(-1) ? ago(times.at(-1), now) : "";
+  return times.at(-1) ? `measured ${ago(times.at(-1), now)}` : "";
 }
 
 const PACE_POINTS = 30;
