@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 TOKEN_HEADER = "x-swarm-token"  # noqa: S105  the name of a header
 _SUMMARY_POINTS = 100
 _PEERS_INTERVAL_S = 5.0
+MAX_ADVICE = 3
+"""Lines on what is wrong, as an overview is told."""
 _MAX_PAIRS = 64
 """Peers with whom something was exchanged, as an overview is told."""
 _MAX_READINGS = 4
@@ -65,6 +67,7 @@ class NodePage:
         self._is_private = bool(config.swarm.silo_owner)
         self._swarm_name = "" if self._is_private else config.swarm.name
         self._merges_adapters = config.merging.enabled
+        self._max_rounds = config.node.max_rounds
         self._feed = Feed()
         self._places = EventPlaces()
         self._files = StaticFiles()
@@ -142,6 +145,7 @@ class NodePage:
             "is_private": self._is_private,
             "swarm": self._swarm_name,
             "merges_adapters": self._merges_adapters,
+            "max_rounds": self._max_rounds,
             "status": self._status,
             "peers": self._peers,
             "series": self._series.points(),
@@ -276,6 +280,8 @@ def summary_of(status: Mapping[str, Any], series: Series, evaluations: Evaluatio
         "peer_id": status.get("peer_id", ""),
         "phase": status.get("phase", "starting"),
         "verdict": status.get("verdict", ""),
+        "why": status.get("why", ""),
+        "advice": (status.get("contribution") or {}).get("advice", [])[:MAX_ADVICE],
         "round": status.get("round", 0),
         "started_at": status.get("started_at"),
         "reward": row.get("rollout/reward_mean"),

@@ -31,7 +31,7 @@ from starlette.routing import BaseRoute, Route
 from swarm import __version__
 from swarm.config import ObservabilitySection
 from swarm.dashboard.feed import MAX_STREAMS, EventPlaces, EventResponse
-from swarm.dashboard.node_page import read_history, rollout_query, summary_of
+from swarm.dashboard.node_page import MAX_ADVICE, read_history, rollout_query, summary_of
 from swarm.dashboard.shown import shown
 from swarm.dashboard.static_files import StaticFiles
 from swarm.errors import ConfigError, NodeNotRunningError
@@ -93,6 +93,8 @@ class _Summary(_Checked):
     tokens_per_s: Number | None = None
     peers: Count | None = None
     verdict: str = ""
+    why: str = ""
+    advice: Annotated[list[str], Field(max_length=MAX_ADVICE)] = []
     own_groups: Count | None = None
     swarm_groups: Count | None = None
     merges: Count | None = None

@@ -74,7 +74,8 @@ class Evaluations:
     """The mean reward on held-out tasks, of all and by task source. When it is full, every second one is left out."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, float, dict[str, float]]] = []
+        self._rows: list[tuple[int, float, dict[str, float], float | None]] = []
+        """(round, mean, {source: mean}, when in seconds since the epoch) of each."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """A row of kind evaluation. It replaces one of the same round."""
@@ -84,7 +85,8 @@ class Evaluations:
         self.undo(number)
         found = islice(by_source.items(), MAX_MEMBERS) if isinstance(by_source, Mapping) else ()
         known = {str(name)[:_MAX_NAME]: _short(value) for name, value in found if _is_number(value)}
-        self._rows.append((number, _short(mean), known))
+        time_s = row.get("time_s")
+        self._rows.append((number, _short(mean), known, time_s if _is_number(time_s) else None))
         if len(self._rows) > MAX_EVALUATIONS:
             self._rows = [*self._rows[:-1:2], self._rows[-1]]
 
@@ -97,15 +99,16 @@ class Evaluations:
         """{"start", "reward"}: of at most so many evaluations, the newest among them."""
         step = -(-len(self._rows) // max_points) or 1
         chosen = self._rows[::-1][::step][::-1]
-        return {"start": [number for number, _, _ in chosen], "reward": [mean for _, mean, _ in chosen]}
+        return {"start": [number for number, *_ in chosen], "reward": [mean for _, mean, *_ in chosen]}
 
     def points(self) -> dict[str, Any]:
-        """{"start": rounds, "mean", "sources": {name: values}}; None where a source was not evaluated."""
-        names = list(dict.fromkeys(name for _, _, by_source in self._rows for name in by_source))[:MAX_MEMBERS]
+        """{"start": rounds, "time_s", "mean", "sources": {name: values}}; None where a source was not evaluated."""
+        names = list(dict.fromkeys(name for _, _, by_source, _ in self._rows for name in by_source))[:MAX_MEMBERS]
         return {
-            "start": [number for number, _, _ in self._rows],
-            "mean": [mean for _, mean, _ in self._rows],
-            "sources": {name: [by_source.get(name) for _, _, by_source in self._rows] for name in names},
+            "start": [number for number, *_ in self._rows],
+            "time_s": [time_s for *_, time_s in self._rows],
+            "mean": [mean for _, mean, *_ in self._rows],
+            "sources": {name: [by_source.get(name) for _, _, by_source, _ in self._rows] for name in names},
         }
 
 
@@ -138,6 +141,8 @@ class _Bucket:
     start: int
     """First round of it, a multiple of the width."""
     spreads: dict[str, _Spread] = field(default_factory=dict[str, _Spread])
+    end_s: float | None = None
+    """When its last round ended, in seconds since the epoch."""
 
     def add(self, name: str, spread: _Spread) -> None:
         self.spreads.setdefault(name, _Spread()).add(spread)
@@ -174,6 +179,8 @@ class Series:
             if self._buckets and self._buckets[-1].start == start:
                 self._buckets.pop()
             self._buckets.append(_Bucket(start))
+        if _is_number(time_s := row.get("time_s")):
+            self._buckets[-1].end_s = time_s
         for name, value in (*((name, row.get(entry)) for name, entry in METRICS.items()), *self._of_members(row)):
             if _is_number(value):
                 self._buckets[-1].add(name, _Spread(1, value, value, value))
@@ -181,8 +188,8 @@ class Series:
             self._widen()
 
     def points(self, since: int = 0) -> dict[str, Any]:
-        """Of the buckets from place `since` on: {"width", "start": first rounds, of each metric "mean", "min" and "max", and
-        "sources" and "signals": {name: mean rewards}}."""
+        """Of the buckets from place `since` on: {"width", "start": first rounds, "time_s": when the last round of each
+        ended, of each metric "mean", "min" and "max", and "sources" and "signals": {name: mean rewards}}."""
         buckets = self._buckets[since:]
         curves: dict[str, Points] = {}
         for name in METRICS:
@@ -192,7 +199,8 @@ class Series:
             family: {name: [bucket.values(f"{family} {name}")[0] for bucket in buckets] for name in names}
             for family, names in self._members.items()
         }
-        return {"width": self.width, "start": [bucket.start for bucket in buckets], **curves, **members}
+        places = {"start": [bucket.start for bucket in buckets], "time_s": [bucket.end_s for bucket in buckets]}
+        return {"width": self.width, **places, **curves, **members}
 
     def last_point(self) -> dict[str, Any]:
         """As `points`, of the newest bucket alone."""
@@ -236,6 +244,7 @@ def _merged(buckets: list[_Bucket], start: int | None = None) -> _Bucket:
     for bucket in buckets:
         for name, spread in bucket.spreads.items():
             merged.add(name, spread)
+        merged.end_s = bucket.end_s or merged.end_s
     return merged
 
 

@@ -9,7 +9,8 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any
 
 from swarm.dashboard.shown import WORDS
@@ -24,6 +25,8 @@ _UNCHANGED = 0.02
 """A smaller difference of mean rewards is told as none."""
 _FELL = 0.05
 _MAX_GIVERS = 3
+_LONGEST_ROUND_S, _LONGEST_ROUNDS = 600.0, 20
+"""A longer wait for a round, in seconds and in ordinary rounds, is told."""
 _MAX_VALUE_CHARS = 120
 _ENDS = {
     "max_rounds": "as node.max_rounds says",
@@ -290,7 +293,21 @@ def _merged(run: Run) -> Iterator[str]:
         yield f"{_who(run)} merged {run.total('merges'):,} times with a partner, and took {counted(alone, 'outer step')} alone."
 
 
+def _pauses(run: Run) -> Iterator[str]:
+    """The longest time in which no round of a node ended, where it is no ordinary one."""
+    for node in run.nodes:
+        times = [one for row in node.history.rounds if isinstance(one := row.get("time_s"), int | float)]
+        waits = [(after - before, after) for before, after in pairwise(times)]
+        if not waits:
+            continue
+        wait_s, until_s = max(waits)
+        if wait_s > max(_LONGEST_ROUND_S, _LONGEST_ROUNDS * median(one for one, _ in waits)):
+            until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(until_s))
+            yield f"No round of {node.name} ended for {for_how_long(wait_s)}, until {until}."
+
+
 def _troubles(run: Run) -> Iterator[str]:
+    yield from _pauses(run)
     undone = sum(node.history.num_undone for node in run.nodes)
     if undone:
         yield f"{counted(undone, 'round')} had to be done again after a restart from a checkpoint."

@@ -475,6 +475,49 @@ def test_the_overview_names_nodes_by_their_folders_and_maps_what_they_gave(brows
         assert browser.run("document.documentElement.scrollHeight") < 1800
 
 
+def test_after_a_night_the_page_says_what_was_an_hour_ago_what_stood_still_and_how_much_is_left(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    now_s, rng = time.time(), random.Random(0)
+    rows = [evaluation_row(0, "start", 0.2) | {"time_s": now_s - 30_000}]
+    for number in range(1, 101):  # one a minute until a second ago; three hours are missing after round 20
+        ended_s = now_s - 1 - 60 * (100 - number) - (10_800 if number <= 20 else 0)
+        rows.append(round_row(number, rng) | {"time_s": ended_s})
+        if number % 30 == 0:
+            rows.append(evaluation_row(number, "interval", number / 100) | {"time_s": ended_s})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving(tmp_path, max_rounds=220) as node:
+        told = status(3, rows[-1], started_at=now_s - 80 * 60)
+        node.loop.call_soon_threadsafe(node.page.show_status, told | {"round": 100})
+        open_live(browser, node)
+        browser.wait_for("document.querySelectorAll('#tiles .more').length === 2")
+        browser.wait_for("document.querySelector('#tiles div:nth-child(2) .more').textContent === 'about 2.0 h left'")
+        assert text(browser, "#tiles div:nth-child(1)") == "Held-out reward\n0.20 → 0.90\n0.30 70 min ago"
+        assert text(browser, "#tiles div:nth-child(2) dd") == "100 of 220"
+        assert text(browser, "#still").startswith("No round ended for 3.0 h, until ")
+
+
+def test_an_overview_says_which_node_is_down_and_why_and_leaves_those_that_ended_in_order(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    for name, told in (("node-1", {"phase": "ended"}), ("node-2", {"phase": "failed", "failure": "out of memory"})):
+        folder = tmp_path / "testbed" / name
+        folder.mkdir(parents=True)
+        row = round_row(3, random.Random(0))
+        rows = [evaluation_row(0, "start", 0.25), row, evaluation_row(3, "end", 0.75)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        known = status(0, row) | {"pid": 2**22 + 1, "addresses": [], "written_at": time.time()}
+        (folder / "status.json").write_text(json.dumps(known | told))
+    with serving_overview(tmp_path / "testbed") as url:
+        browser.open(url)
+        browser.wait_for("document.querySelectorAll('#advice li').length === 1")
+        assert text(browser, "#advice").startswith("node-2: not running, it ended with an error after round 3")
+        assert "out of memory" in text(browser, "#advice")
+        states = "[...document.querySelectorAll('#nodes-table td[data-verdict]')].map(one => one.textContent)"
+        assert browser.run(states) == ["ended", "not running"]
+        assert text(browser, "#tiles div:nth-child(2) dd") == "0.25 → 0.75"
+
+
 def test_a_page_of_a_node_that_has_just_started_says_so(browser: Chromium, node: ServedPage) -> None:
     node.loop.call_soon_threadsafe(node.page.show_status, status(0, {}, phase="starting", started_at=time.time()))
     open_live(browser, node)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-from swarm.config import Config, ObservabilitySection
+from swarm.config import Config, NodeSection, ObservabilitySection
 from swarm.dashboard.node_page import NodePage
 from swarm.dashboard.overview import Overview
 from swarm.node.controls import NodeControls
@@ -76,10 +76,10 @@ def status(num_peers: int, row: dict[str, Any], **more: Any) -> dict[str, Any]:
 class ServedPage:
     """A NodePage behind the node's own server, in a thread with a loop of its own."""
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
+    def __init__(self, folder: Path, port: int = 0, max_rounds: int | None = None) -> None:
         self.folder = folder
         self.controls = NodeControls(SharingPause())
-        self.page = NodePage(Config(), folder, self.controls)
+        self.page = NodePage(Config(node=NodeSection(max_rounds=max_rounds)), folder, self.controls)
         self._port = port
         self.url = ""
         self._ready = threading.Event()
@@ -122,8 +122,8 @@ async def served(page: NodePage, port: int = 0) -> AsyncIterator[str]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, port: int = 0) -> Iterator[ServedPage]:
-    one = ServedPage(folder, port)
+def serving(folder: Path, port: int = 0, max_rounds: int | None = None) -> Iterator[ServedPage]:
+    one = ServedPage(folder, port, max_rounds)
     one.start()
     try:
         yield one

@@ -98,6 +98,15 @@ class TestSeries:
         assert series.last_point()["start"] == [8]
         assert series.last_point()["reward"]["max"] == [9]
 
+    def test_each_point_says_when_its_last_round_ended(self) -> None:
+        series = Series(max_buckets=4)
+        for number in range(10):
+            series.add(row(number, 0.5, time_s=100.0 + number))
+        points = series.points()
+        assert points["start"] == [0, 4, 8] and points["time_s"] == [103.0, 107.0, 109.0]
+        series.add(row(10, 0.5, time_s="soon"))
+        assert series.last_point()["time_s"] == [109.0]
+
     def test_rewards_by_source_and_signal_have_curves_of_their_own_in_bounds(self) -> None:
         series = Series(max_buckets=4)
         series.add(row(1, 0.5, **{"rollout/reward_by_source": {"sums": 0.25}, "reward/correct": 0.75}))
@@ -117,12 +126,13 @@ class TestEvaluations:
     def test_held_out_rewards_by_task_and_what_a_restart_undoes(self) -> None:
         held_out = Evaluations()
         for number, mean, by_source in ((0, 0.2, {"a": 0.1, "b": 0.3}), (10, 0.5, {"a": 0.5}), (20, 0.6, {"a": 0.6})):
-            held_out.add({"round": number, "accuracy_mean": mean, "accuracy": by_source})
+            held_out.add({"round": number, "time_s": 60.0 + number, "accuracy_mean": mean, "accuracy": by_source})
         held_out.add({"round": 20, "accuracy_mean": 0.7, "accuracy": {"a": 0.7}})  # at the end, after the same round
         for odd in (math.nan, None, "1"):
             held_out.add({"round": 30, "accuracy_mean": odd, "accuracy": {}})
         sources = {"a": [0.1, 0.5, 0.7], "b": [0.3, None, None]}
-        assert held_out.points() == {"start": [0, 10, 20], "mean": [0.2, 0.5, 0.7], "sources": sources}
+        places = {"start": [0, 10, 20], "time_s": [60.0, 70.0, None]}  # the last one does not say when
+        assert held_out.points() == {**places, "mean": [0.2, 0.5, 0.7], "sources": sources}
         held_out.undo(15)
         assert held_out.points()["start"] == [0, 10]
 

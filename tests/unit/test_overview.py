@@ -174,7 +174,7 @@ async def test_folders_are_nodes_too_and_one_that_has_ended_is_shown_from_its_fi
     rows = [evaluation_row(0, "start", 0.25), *(round_row(n, random.Random(0)) for n in range(1, 4))]
     rows.append(evaluation_row(3, "end", 0.75))
     for name, more in (
-        ("node-2", {}),
+        ("node-2", {"contribution": {"advice": [f"line {n}" for n in range(5)]}}),
         ("node-10", {"peers": [{"peer_id": "12D", "groups_admitted": 5, "bodies_taken": 2}]}),
     ):
         folder = tmp_path / "testbed" / name
@@ -191,6 +191,7 @@ async def test_folders_are_nodes_too_and_one_that_has_ended_is_shown_from_its_fi
         listed = {node["label"]: node for node in overview.watch.listed()}
         assert list(listed) == ["node-2", "node-3", "node-10"]
         assert listed["node-3"]["is_alive"] and listed["node-3"]["address"] == f"127.0.0.1:{port}"
+        assert listed["node-2"]["summary"]["advice"] == ["line 0", "line 1", "line 2"]
         ended = listed["node-10"]
         assert not ended["is_alive"] and ended["address"] == "" and "it ended after round 3" in ended["error"]
         assert ended["summary"]["held_out"] == {"start": [0, 3], "reward": [0.25, 0.75]}

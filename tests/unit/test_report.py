@@ -110,6 +110,19 @@ def test_a_run_is_told_as_a_story_with_its_figures(tmp_path: Path) -> None:
     )
 
 
+def test_a_night_in_which_a_node_stood_still_is_told(tmp_path: Path) -> None:
+    folder = node_folder(tmp_path / "mine", 40)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["kind"] == "round":  # one a minute; three hours are missing after round 20
+            row["time_s"] = 1_800_000_000 + 60 * row["round"] + (10_800 if row["round"] > 20 else 0)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report([folder], tmp_path / "report.html")
+    assert "No round of mine ended for 3 h, until 2027-01-15 11:21 UTC." in text_of(tmp_path / "report.html")
+    write_report([node_folder(tmp_path / "steady", 40)], tmp_path / "steady.html")
+    assert "No round of" not in text_of(tmp_path / "steady.html")
+
+
 def test_two_runs_stand_beside_each_other(tmp_path: Path) -> None:
     for name, rounds, accuracy, more in (("a", 30, 0.5, ""), ("b", 60, 0.75, "[training]\nlr = 0.01\n")):
         folder = node_folder(tmp_path / name / "run", rounds)

@@ -259,6 +259,24 @@ def test_top_smooths_rewards_draws_their_trend_and_sorts_by_what_is_asked_for(tm
     assert (facts["smoothed_reward"], facts["held_out_reward"], facts["reward_mean"]) == (0.5, 0.75, 0.0)
 
 
+def test_top_shows_what_was_learned_and_why_a_node_is_down(tmp_path: Path) -> None:
+    for name in ("node-1", "node-2", "node-3"):
+        node_with_rewards(tmp_path / name, [0.5] * 20, 30.0)
+    metrics = tmp_path / "node-1" / "metrics.jsonl"
+    metrics.write_text(json.dumps(evaluation_row(0, "start", 0.25)) + "\n" + metrics.read_text())
+    for name, phase in (("node-2", "failed"), ("node-3", "ended")):
+        told = status_of(time.time(), last_round=ROW, pid=2**22 + 1, phase=phase, failure="out of memory")
+        told.write(tmp_path / name / "status.json")
+    lines = swarm("top", str(tmp_path)).stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    (first,) = [line for line in lines if line.startswith("node-1")]
+    assert "0.25→0.75" in first
+    (down,) = [line for line in lines if line.startswith("node-2:")]
+    assert "it ended with an error after round" in down
+    assert not [line for line in lines if line.startswith("node-3:")]  # it ended in order
+    assert json.loads(swarm("top", "--json", str(tmp_path / "node-1")).stdout)["held_out_start"] == 0.25
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

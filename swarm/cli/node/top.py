@@ -88,6 +88,8 @@ class NodeLook:
     """Of its rounds, as far as its metrics were read."""
     held_out: float | None = None
     """At the last evaluation."""
+    held_out_start: float | None = None
+    """Before the first round."""
 
     @property
     def name(self) -> str:
@@ -114,10 +116,11 @@ class Trends:
             history = self._histories[look.folder] = NodeHistory(look.folder / "metrics.jsonl", _MAX_METRICS_BYTES)
         with contextlib.suppress(OSError, KeyError, TypeError, ValueError):  # none yet, or not written by a node
             history.refresh()
-            evaluation = history.accuracy()
+            evaluation, first = history.accuracy(), history.accuracy("start")
             held_out = float(evaluation["accuracy_mean"]) if evaluation else None
             rewards = tuple(min(1.0, max(0.0, float(reward))) for reward in history.rewards)
-            return replace(look, rewards=rewards, held_out=held_out)
+            start = float(first["accuracy_mean"]) if first and first is not evaluation else None
+            return replace(look, rewards=rewards, held_out=held_out, held_out_start=start)
         return look
 
 
@@ -296,6 +299,12 @@ def _screen(looks: Sequence[NodeLook], missing: Sequence[str], console: "Console
         cells |= {"state": Text(word, style=STYLES[word]), "trend": Text(_trend(look, console), style="green")}
         table.add_row(*(cells[column] for column in _columns(console)))
     advice = [Text(plain(line), style="yellow", overflow="fold") for line in missing]
+    if len(looks) > 1:  # of one node it is told above
+        advice += [
+            Text(plain(f"{look.name}: {look.verdict.why}"), style="red", no_wrap=True, overflow="ellipsis")
+            for look in looks
+            if look.verdict.word.value in ("stalled", "not running") and look.status.phase != "ended"
+        ]
     advice += [
         Text(plain(f"{look.folder.name}: {line}"), style="yellow", no_wrap=True, overflow="ellipsis")
         for look in looks
@@ -330,7 +339,7 @@ def _cells(look: NodeLook) -> dict[str, str]:
     return {
         "node": look.name,
         "round": str(status.round),
-        "held-out": "–" if look.held_out is None else f"{look.held_out:.3f}",
+        "held-out": _held_out(look),
         "reward": "–" if look.reward is None else f"{look.reward:.3f}",
         "own+swarm": f"{row['train/own_groups_total']}+{row['train/swarm_groups_total']}" if row else "–",
         "rank": f"{rank}/{facts['reward_rank_of']}" if rank else "–",
@@ -338,6 +347,12 @@ def _cells(look: NodeLook) -> dict[str, str]:
         "peers": "off" if status.num_connected is None else str(status.num_connected),
         "tok/s": f"{row['rollout/tokens_per_s']:.0f}" if row else "–",
     }
+
+
+def _held_out(look: NodeLook) -> str:
+    if look.held_out is None:
+        return "–"
+    return f"{look.held_out:.3f}" if look.held_out_start is None else f"{look.held_out_start:.2f}→{look.held_out:.2f}"
 
 
 def _facts(look: NodeLook) -> dict[str, Any]:
@@ -353,6 +368,7 @@ def _facts(look: NodeLook) -> dict[str, Any]:
         "reward_mean": row.get("rollout/reward_mean"),
         "smoothed_reward": look.reward,
         "held_out_reward": look.held_out,
+        "held_out_start": look.held_out_start,
         "tokens_per_s": row.get("rollout/tokens_per_s"),
         "num_connected": status.num_connected,
         "contribution": status.contribution,

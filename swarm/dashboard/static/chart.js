@@ -1,6 +1,6 @@
 // A curve over rounds as SVG: the mean as a line, least to greatest as a shade. Read with a pointer or the arrow keys.
 
-import { make, number, say, short, svg } from "./dom.js";
+import { make, moment, number, say, short, svg } from "./dom.js";
 
 const MARGIN = { left: 44, right: 12, top: 10, bottom: 22 };
 const HEIGHT = 190;
@@ -213,14 +213,15 @@ export class Chart {
       return;
     }
     this.at = place;
-    const { start, width } = this.points;
+    const { start, width, time_s: times } = this.points;
+    const when = times?.[place] ? `, ${moment(times[place])}` : "";
     const rounds = width > 1 ? `rounds ${number(start[place])}–${number(start[place] + width - 1)}` : `round ${number(start[place])}`;
     const { x, y } = this.scales();
     this.cross.setAttribute("visibility", "visible");
     const left = x(start[place] + (this.isMany ? 0 : (width - 1) / 2));
     this.crossLine.setAttribute("x1", left);
     this.crossLine.setAttribute("x2", left);
-    const text = `${rounds}: ${this.isMany ? this.valuesAt(place) : this.valueAt(place, left, y)}`;
+    const text = `${rounds}${when}: ${this.isMany ? this.valuesAt(place) : this.valueAt(place, left, y)}`;
     say(this.now, text);
     this.pad.setAttribute("aria-valuenow", String(place));
     this.pad.setAttribute("aria-valuetext", text);
@@ -256,10 +257,10 @@ export class Chart {
 }
 
 /** The buckets that have a value. */
-function known({ start, width, mean, min, max }) {
+function known({ start, time_s: times, width, mean, min, max }) {
   const places = [...mean.keys()].filter((place) => typeof mean[place] === "number");
   const of = (values) => places.map((place) => values[place]);
-  return { start: of(start), width, mean: of(mean), min: of(min), max: of(max) };
+  return { start: of(start), time_s: of(times || []), width, mean: of(mean), min: of(min), max: of(max) };
 }
 
 /** All marks of an axis have the same number of decimals. */

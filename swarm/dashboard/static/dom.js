@@ -62,17 +62,21 @@ export function duration(seconds) {
 
 export const ago = (thenS, nowS) => (typeof thenS === "number" && thenS > 0 ? `${duration(nowS - thenS)} ago` : NONE);
 
-/** Fills a <dl> with [term, value, class] triples; the same terms in the same order only change their values. */
+/** Such as "24 Nov 06:10", in the reader's time. */
+export const moment = (timeS) => new Date(timeS * 1000).toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" }).replace(",", "");
+
+/** Fills a <dl> with [term, value, note] triples; the same terms in the same order only change their values. */
 export function fillFacts(list, facts) {
   while (list.children.length > facts.length) list.lastElementChild.remove();
-  facts.forEach(([term, value, kind], place) => {
+  facts.forEach(([term, value, note = ""], place) => {
     let pair = list.children[place];
     if (!pair) {
       pair = make("div", {}, make("dt"), make("dd"));
       list.append(pair);
     }
     say(pair.firstElementChild, term);
-    say(pair.lastElementChild, String(value));
-    pair.className = kind || "";
+    say(pair.children[1], String(value));
+    if (note && !pair.children[2]) pair.append(make("dd", { class: "more" }));
+    if (pair.children[2]) say(pair.children[2], note);
   });
 }

@@ -2,14 +2,14 @@
 
 import { Chart } from "./chart.js";
 import { Controls, removeControls } from "./controls.js";
-import { ago, byId, bytes, duration, fillFacts, make, number, say, short, showIf } from "./dom.js";
+import { ago, byId, bytes, duration, fillFacts, make, moment, number, say, short, showIf } from "./dom.js";
 import { Live } from "./live.js";
 import { SwarmMap } from "./map.js";
 import { Rollouts } from "./rollouts.js";
 import { Table } from "./table.js";
 
-const NO_EVALUATIONS = { start: [], mean: [], sources: {} };
-const view = { status: {}, peers: [], series: { start: [], width: 1 }, evaluations: NO_EVALUATIONS, merges: [], reasons: {}, swarm: "", mergesAdapters: false, skewS: 0, dirty: new Set() };
+const NO_EVALUATIONS = { start: [], time_s: [], mean: [], sources: {} };
+const view = { status: {}, peers: [], series: { start: [], width: 1 }, evaluations: NO_EVALUATIONS, merges: [], reasons: {}, swarm: "", mergesAdapters: false, maxRounds: null, skewS: 0, dirty: new Set() };
 const nowS = () => Date.now() / 1000 + view.skewS;
 const isViewed = document.body.dataset.mode === "viewed";
 
@@ -154,18 +154,20 @@ const PARTS = {
     drawMap();
   },
   series: () => {
-    const { width, start } = view.series;
-    for (const name of METRICS) if (charts.has(name)) charts.get(name).show({ start, width, ...view.series[name] });
-    charts.get("share").show({ start, width, curves: [{ name: "own", values: view.series.own?.mean || [] }, { name: "of peers", values: view.series.swarm?.mean || [] }] });
-    for (const family of FAMILIES) showCurves(family, { start, width, curves: named(view.series[family]) });
+    const { width, start, time_s } = view.series, places = { start, width, time_s };
+    for (const name of METRICS) if (charts.has(name)) charts.get(name).show({ ...places, ...view.series[name] });
+    charts.get("share").show({ ...places, curves: [{ name: "own", values: view.series.own?.mean || [] }, { name: "of peers", values: view.series.swarm?.mean || [] }] });
+    for (const family of FAMILIES) showCurves(family, { ...places, curves: named(view.series[family]) });
     say(byId("curves-note"), !start.length ? "The curves begin with the first round."
       : width > 1 ? `One point for ${number(width)} rounds: the line is their smoothed mean, the shaded area shows minimum and maximum. Arrow keys read values.`
         : "One point per round; the bold line is smoothed. Arrow keys read values.");
+    const still = longestPause(time_s || []);
+    say(byId("still"), still ? `No round ended for ${duration(still.lengthS)}, until ${moment(still.untilS)}.` : "");
   },
   evaluations: () => {
-    const { start, mean, sources } = view.evaluations;
-    showCurves("held_out", { start, width: 1, isRaw: true, curves: start.length ? [{ name: "all tasks", values: mean }] : [] });
-    showCurves("held_out_sources", { start, width: 1, isRaw: true, curves: named(sources) });
+    const { start, time_s, mean, sources } = view.evaluations, places = { start, time_s, width: 1, isRaw: true };
+    showCurves("held_out", { ...places, curves: start.length ? [{ name: "all tasks", values: mean }] : [] });
+    showCurves("held_out_sources", { ...places, curves: named(sources) });
     drawStatus();
   },
   merges: () => merges.show(view.merges),
@@ -198,6 +200,32 @@ function change(values, digits) {
   return known.length < 2 ? number(known[0], digits) : `${number(known[0], digits)} → ${number(known[known.length - 1], digits)}`;
 }
 
+/** The longest time between two rounds, where it is no ordinary one: {lengthS, untilS}, or null. */
+function longestPause(times) {
+  const pauses = times.slice(1).map((time, place) => ({ lengthS: time - times[place], untilS: time })).sort((a, b) => b.lengthS - a.lengthS);
+  const usual = pauses[Math.floor(pauses.length / 2)], longest = pauses[0];
+  return longest && longest.lengthS > Math.max(600, 20 * usual.lengthS) ? longest : null;
+}
+
+/** What the held-out reward was an hour ago, between the first and the last evaluation; else when it was measured. */
+function heldOutBefore() {
+  const { time_s: times = [], mean } = view.evaluations, now = nowS();
+  const before = times.findLastIndex((time) => time !== null && time <= now - 3600);
+  if (before > 0 && before < times.length - 1) return `${number(mean[before], 2)} ${duration(now - times[before])} ago`;
+  return times.at(-1) ? `measured ${ago(times.at(-1), now)}` : "";
+}
+
+const PACE_POINTS = 30;
+
+/** How long the rest takes at the pace of the last rounds; else when the last round ended. */
+function roundNote(s) {
+  const { start, time_s: times = [] } = view.series, last = start.length - 1;
+  const first = Math.max(times.findIndex((time) => time >= s.started_at), last - PACE_POINTS, 0);
+  const pace = (times[last] - times[first]) / (start[last] - start[first]);
+  if (s.phase === "learning" && view.maxRounds > s.round && pace > 0) return `about ${duration(pace * (view.maxRounds - s.round))} left`;
+  return times[last] ? `last one ${ago(times[last], nowS())}` : "";
+}
+
 function drawStatus() {
   const s = view.status, row = s.last_round || {};
   const name = s.peer_name || "This node";
@@ -211,8 +239,8 @@ function drawStatus() {
   say(byId("verdict"), s.verdict ? `${s.verdict}: ${s.why || ""}` : "");
   byId("verdict").dataset.verdict = s.verdict || "";
   fillFacts(byId("tiles"), [
-    ["Held-out reward", change(view.evaluations.mean, 2)],
-    ["Round", number(s.round)],
+    ["Held-out reward", change(view.evaluations.mean, 2), heldOutBefore()],
+    ["Round", view.maxRounds ? `${number(s.round)} of ${number(view.maxRounds)}` : number(s.round), roundNote(s)],
     ["Sampled reward", number(row["rollout/reward_mean"], 3)],
     ["Own + peers", row["train/own_groups_total"] === undefined ? "–" : `${short(row["train/own_groups_total"])} + ${short(row["train/swarm_groups_total"])}`],
     ["Tokens/s", short(row["rollout/tokens_per_s"])],
@@ -273,7 +301,7 @@ function mark(...parts) {
 function takeState(state) {
   for (const family of FAMILIES) state.series[family] = Object.assign(Object.create(null), state.series[family]);  // names are anybody's
   view.skewS = state.now_s - Date.now() / 1000;
-  Object.assign(view, { status: state.status, peers: state.peers, series: state.series, evaluations: state.evaluations || NO_EVALUATIONS, merges: state.merges, reasons: state.reasons, swarm: state.swarm, mergesAdapters: state.merges_adapters });
+  Object.assign(view, { status: state.status, peers: state.peers, series: state.series, evaluations: state.evaluations || NO_EVALUATIONS, merges: state.merges, reasons: state.reasons, swarm: state.swarm, mergesAdapters: state.merges_adapters, maxRounds: state.max_rounds });
   say(byId("version"), `swarm ${state.version}`);
   if (controls) controls.show(state.controls);
   rollouts.announce(state.rollouts);
@@ -290,6 +318,7 @@ function takePoint(point) {
   }
   const place = start === last ? series.start.length - 1 : series.start.length;
   series.start[place] = start;
+  series.time_s[place] = point.time_s[0];
   for (const name of METRICS) for (const kind of ["mean", "min", "max"]) series[name][kind][place] = point[name][kind][0];
   for (const family of FAMILIES) for (const [name, values] of Object.entries(point[family])) {
     const curve = series[family][name] ||= [];

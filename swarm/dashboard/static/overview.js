@@ -1,7 +1,7 @@
 // All nodes on one page.
 
 import { Chart } from "./chart.js";
-import { ago, byId, fillFacts, make, number, say, short } from "./dom.js";
+import { ago, byId, fillFacts, make, number, say, short, showIf } from "./dom.js";
 import { tell } from "./live.js";
 import { SwarmMap } from "./map.js";
 import { Table } from "./table.js";
@@ -18,7 +18,7 @@ const nameOf = (node) => node.label || node.summary.name || node.address;
 const last = (node) => node.summary.held_out?.reward.at(-1);
 const table = new Table(byId("nodes-table"), "All nodes", [
   { key: "name", title: "Node", kind: "name", render: link, sort: nameOf, title_of: (node) => [node.summary.name, node.address && `at ${node.address}`].filter(Boolean).join(" ") },
-  { key: "state", title: "State", text: state, sort: state, title_of: (node) => node.error || "" },
+  { key: "state", title: "State", render: (cell, node) => { say(cell, state(node)); cell.dataset.verdict = state(node); }, sort: state, title_of: (node) => node.error || "" },
   { key: "round", title: "Round", kind: "number", text: (node) => number(node.summary.round), sort: of("round") },
   { key: "held", title: "Held-out", kind: "number", text: (node) => number(last(node), 3), sort: last, hint: "Mean reward on held-out tasks, at the last evaluation" },
   { key: "reward", title: "Sampled", kind: "number", text: (node) => number(node.summary.reward, 3), sort: of("reward") },
@@ -32,7 +32,25 @@ const table = new Table(byId("nodes-table"), "All nodes", [
 
 function state(node) {
   if (node.is_alive) return node.summary.verdict || node.summary.phase;
-  return node.address ? "unreachable" : node.summary.verdict || "not running";
+  if (node.address) return "unreachable";
+  return node.summary.phase === "ended" ? "ended" : node.summary.verdict || "not running";
+}
+
+const MOST_WRONG = 8, LONGEST_LINE = 300;
+
+/** What is wrong, a line for each, nodes without progress first; a node that ended in order is not. */
+function drawWrong(nodes) {
+  const down = nodes.filter((node) => ["unreachable", "not running", "stalled"].includes(state(node)));
+  const lines = [
+    ...down.map((node) => `${nameOf(node)}: ${state(node)}, ${(node.is_alive ? node.summary.why : node.error) || "nothing more is known"}`),
+    ...nodes.filter((node) => node.is_alive).flatMap((node) => (node.summary.advice || []).map((line) => `${nameOf(node)}: ${line}`)),
+  ].map((line) => line.slice(0, LONGEST_LINE));
+  const shown = lines.slice(0, MOST_WRONG), list = byId("advice");
+  if (lines.length > MOST_WRONG) shown.push(`and ${lines.length - MOST_WRONG} more`);
+  showIf(list, shown.length > 0);
+  if (list.dataset.lines === shown.join("\n")) return;
+  list.dataset.lines = shown.join("\n");
+  list.replaceChildren(...shown.map((line) => make("li", {}, line)));
 }
 
 const pairs = new Table(byId("pairs-table"), "Exchange per pair", [
@@ -103,18 +121,21 @@ function onto(count, width, curve) {
 function show(told) {
   const nodes = [...told.nodes].sort((a, b) => nameOf(a).localeCompare(nameOf(b), "en", { numeric: true })), alive = nodes.filter((node) => node.is_alive);
   const sum = (name, some = nodes) => some.reduce((total, node) => total + (node.summary[name] || 0), 0);
-  const mean = (values) => {
+  const mean = (values, digits = 3) => {
     const known = values.filter((value) => typeof value === "number");
-    return known.length ? number(known.reduce((a, b) => a + b) / known.length, 3) : "–";
+    return known.length ? number(known.reduce((a, b) => a + b) / known.length, digits) : "–";
   };
+  const measured = nodes.filter((node) => (node.summary.held_out?.reward.length || 0) > 1);
+  const heldOutChange = `${mean(measured.map((node) => node.summary.held_out.reward[0]), 2)} → ${mean(measured.map(last), 2)}`;
+  drawWrong(nodes);
   fillFacts(byId("tiles"), [
     ["Nodes answering", `${alive.length} of ${nodes.length}`],
-    ["Held-out reward", mean(nodes.map(last))],
+    ["Held-out reward", measured.length ? heldOutChange : mean(nodes.map(last), 2), measured.length && measured.length < nodes.length ? `of ${measured.length} nodes` : ""],
     ["Sampled reward", mean(nodes.map(of("reward")))],
     ["Tokens/s", short(sum("tokens_per_s", alive))],
     ["Rounds", short(sum("round"))],
     ["Groups from peers", short(sum("swarm_groups"))],
-    ["Merges", short(sum("merges"))],
+    ...(nodes.some((node) => typeof node.summary.merges === "number") ? [["Merges", short(sum("merges"))]] : []),
   ]);
   table.show(nodes);
   sampled.show(together(nodes));
