@@ -4,6 +4,7 @@ import asyncio
 import time
 
 from swarm.config import Config, Origin, kept_origin, kept_toml
+from swarm.errors import IdentityError
 from swarm.machine.memory import keep_heaps_small
 from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import close_to_others, replace_file
@@ -33,6 +34,8 @@ def run_node(
     close_to_others()
     folder = NodeFolder(config.node.dir, config.node.identity)
     if not folder.identity.exists():
+        if not fresh:
+            _check_key_was_not_lost(folder)
         _check_first_start(config)
     folder.create()
     with IdentityLock(folder.path) as lock:
@@ -47,6 +50,15 @@ def run_node(
             end = crashes.end_stuck if end_when_stuck else None
             watchdog = Watchdog(time.monotonic, stacks=crashes.stacks, end=end)
             asyncio.run(Node(config, folder, identity, watchdog=watchdog, origin=origin).run_until_signal())
+
+
+def _check_key_was_not_lost(folder: NodeFolder) -> None:
+    """Raise IdentityError where a node has run: with another key it would go on as a stranger to those who know it."""
+    if any(folder.checkpoints.glob("*")):
+        raise IdentityError(
+            f"the key of the node that ran in {folder.path} must be at {folder.identity}, got nothing there; restore it from "
+            f"your backup, or make a new one, of a node that nobody knows: swarm init {folder.path}"
+        )
 
 
 def _check_first_start(config: Config) -> None:

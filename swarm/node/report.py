@@ -122,14 +122,18 @@ class Adviser:
         return text + "give others an address of this node, or set network.initial_peers to one of theirs"
 
     def _of_rejection(self, admitted: int, rejected: Counter[str]) -> str:
-        """Where nothing was admitted in the last minutes, and much was turned away."""
+        """Where half as much was turned away in the last minutes as was admitted, or more."""
         _, admitted_before, rejected_before = self._counts[0]
         lately = Counter({why: n for why, n in (rejected - rejected_before).items() if why not in _NOBODYS_FAULT})
-        if admitted > admitted_before or lately.total() < _LEAST_REJECTED:
+        taken = admitted - admitted_before
+        if taken:  # anybody can send what is malformed; what follows from another setup has a remedy
+            lately = Counter({why: count for why, count in lately.items() if why in _REMEDIES})
+        if lately.total() < max(_LEAST_REJECTED, taken / 2):
             return ""
         why, count = lately.most_common(1)[0]
         remedy = _REMEDIES.get(Rejection(why)) if why in set(Rejection) else None
-        text = f"nothing of others is admitted, {lately.total()} turned away, {count} as {why}: "
+        text = f"{f'{taken} records' if taken else 'nothing'} of others admitted lately, {lately.total()} turned away, "
+        text += f"{count} of them as {why}: "
         return text + (remedy or "docs/protocol.md says what that means")
 
     def _of_signal(self) -> str:

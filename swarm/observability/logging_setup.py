@@ -61,6 +61,11 @@ class _LogFile(RotatingFileHandler):
     def _open(self) -> TextIO:
         return TextIOWrapper(open_to_append(Path(self.baseFilename)), encoding="utf-8", write_through=True)
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Leave out a record where the disk is full. Whoever noticed that says so on the terminal, which shows all records."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
 
 def logs_of_runs(folder: Path) -> list[Path]:
     """Oldest run first; what others put beside them, under other names or as folders, is none."""

@@ -230,8 +230,13 @@ def test_nobody_to_talk_to_is_told_after_a_while_and_no_longer_once_somebody_cam
 def test_where_nothing_is_admitted_the_commonest_reason_is_told_with_its_remedy(reason: str, told: str) -> None:
     refusing = Situation()
     (line,) = refusing.advice(admitted=0, replay=99, tokens=3, **{reason: 20})
-    assert f"23 turned away, 20 as {reason}" in line and told in line
-    assert refusing.advice(admitted=1, **{reason: 20}) == [], "one that was admitted is enough"
+    assert f"nothing of others admitted lately, 23 turned away, 20 of them as {reason}" in line and told in line
+    partly = refusing.advice(admitted=40, **{reason: 20})
+    if reason == "copied":
+        assert partly == [], "what anybody can cause is no news while others are admitted"
+    else:
+        assert partly[0].startswith("40 records of others admitted lately, 20 turned away")
+    assert refusing.advice(admitted=41, **{reason: 20}) == [], "most of what came was admitted"
 
 
 def test_a_swarm_that_worked_once_and_is_refused_now_is_told() -> None:

@@ -54,6 +54,23 @@ def test_metrics_rows_that_the_disk_refuses_are_lost_and_nothing_else(tmp_path: 
     assert path.read_text() == '{"round": 1}\n{"round": 4}\n'
 
 
+def test_a_log_line_that_the_disk_refuses_is_on_the_terminal_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])  # it closes those that it finds
+    path = set_up_logging(tmp_path, "info")
+    logging.info("first")
+    with no_file_grows_beyond(path.stat().st_size):
+        logging.info("refused")
+    logging.info("last")
+    for handler in root.handlers:
+        handler.close()
+    told = capsys.readouterr().err
+    assert "refused" in told and "Traceback" not in told
+    assert [line.rsplit(" ", 1)[-1] for line in path.read_text().splitlines()] == ["first", "last"]
+
+
 def test_metrics_begin_anew_at_their_bound(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, max_bytes=1000)

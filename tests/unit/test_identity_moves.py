@@ -221,6 +221,17 @@ def test_fresh_start_keeps_everything_of_the_identity(tmp_path: Path) -> None:
     assert kept == {KEY_FILE, f"{KEY_FILE}.{old.peer_name}", ROTATION_FILE, "peers.json", "ports.json", "previous-001"}
 
 
+def test_a_node_that_ran_does_not_go_on_under_another_key_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "n" / "checkpoints" / "round-000010").mkdir(parents=True)
+    run = ("run", "--node.dir", "n", "--network.backend", "off", "--node.max_rounds", "1")
+    ended = swarm_process.swarm(*run, cwd=tmp_path)
+    assert ended.returncode == IdentityError.exit_code and "restore it from your backup" in ended.stderr
+    assert not (tmp_path / "n" / KEY_FILE).exists()
+    assert swarm_process.swarm("init", "n", cwd=tmp_path).returncode == 0
+    assert "restore it from your backup" not in swarm_process.swarm(*run, "--dry-run", cwd=tmp_path).stderr
+    assert (tmp_path / "n" / KEY_FILE).exists(), "what the message says helps"
+
+
 def test_identity_moves_between_folders_by_the_commands(tmp_path: Path) -> None:
     mine, phrase = create(tmp_path / "mine" / KEY_FILE), tmp_path / "phrase"
     phrase.write_text(f"{PHRASE}\n")
