@@ -281,7 +281,7 @@ class Node:
         if learner.resume(CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)):
             self._report.resume(learner.round, learner.policy.version)
             logger.info("resumed after round %d", learner.round)
-        elif self.folder.metrics.exists():
+        elif self.folder.metrics.exists() and self.folder.metrics.stat().st_size:
             logger.warning(
                 "no checkpoint is in %s, where rounds of an earlier run are in metrics.jsonl: this one begins with round 1; "
                 "restore checkpoints from a backup if there should be some",

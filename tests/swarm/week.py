@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from swarm.network.memory.transport import Faults
-from swarm.network.memory.virtual_clock import run
+from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.simulation.light_node import LightRounds
 from swarm.simulation.simulation import INTERNET, Simulation, SimulationSettings
 from tests.swarm.light_swarm import assert_bounded
@@ -79,6 +79,7 @@ class Week:
             await self._events[name](number, self._rng.uniform(*HOLD_S))
             self.figures.recovery_s.setdefault(name, []).append(await self._recover(name, number))
             await self._simulation.let(max(0.0, began + HOUR_S - asyncio.get_running_loop().time()))
+            self._simulation.spread.begin(virtual_now())  # it would remember every header of the week
             gc.collect()
             self.figures.memory_mib.append(psutil.Process().memory_info().rss / 2**20)
         self.figures.rejected.update(self._simulation.rejected())
