@@ -52,12 +52,12 @@ def assert_bounded(nodes: Sequence[LightNode]) -> None:
     """What a node remembers of peers and their messages, whatever they sent."""
     for node in nodes:
         assert isinstance(node.transport, MemoryTransport)
-        num_items, num_bytes = _held(node)
+        num_items, num_bytes = held(node)
         assert num_items < MAX_NODE_ITEMS and num_bytes < MAX_NODE_BYTES, (num_items, num_bytes)
         assert node.pool.num_fresh() <= 512
 
 
-def _held(node: LightNode) -> tuple[int, int]:
+def held(node: LightNode) -> tuple[int, int]:
     """(items in containers, bytes of text and binary) reachable from a node, the air between the nodes left out."""
     seen, waiting, num_items, num_bytes = set[int](), list[object]([node]), 0, 0
     while waiting:
