@@ -48,7 +48,8 @@ _NUM_COMPARED = 8
 _CONTEXT = b"bulletin"
 _NO_MEMBER = "not a member"
 _MIN_REFUSALS = 2
-"""Refusals in a row before a warning. One may come from a member whose roll does not list this node yet."""
+"""Refusals in a row before a warning. One may come from a member whose roll does not list this node yet, and all of one member
+count only where no other one is connected: it may lie."""
 
 _REFUSED = (
     "members of the silo answer that this node is no longer a member: its owner has removed it, or its membership has ended; it "
@@ -110,8 +111,8 @@ class Bulletin:
         self.faults: Counter[str] = Counter()
         """What was wrong with rolls that members sent."""
         self._wake = asyncio.Event()
-        self._num_refusals = 0
-        """Members in a row that refused this node as a stranger."""
+        self._refusals: Counter[str] = Counter()
+        """By peer id: refusals of this node as a stranger, since a member last answered."""
         transport.serve(BULLETIN_PROTOCOL, self.answer, max_request_bytes=MAX_BULLETIN_REQUEST_BYTES)
 
     async def work(self) -> None:
@@ -173,7 +174,7 @@ class Bulletin:
                 max_response_bytes=MAX_BULLETIN_BYTES,
                 deadline_s=_DEADLINE_S,
             )
-            self._num_refusals = 0
+            self._refusals.clear()
             roll, grants = decode_bulletin(open_box(self._box_key, boxed, _CONTEXT))
             if roll and self._membership.accept_roll(roll):
                 self._files.write_roll(roll)
@@ -184,7 +185,7 @@ class Bulletin:
         except RequestError as error:
             logger.debug("asked %s for the silo's roll: %s", peer_id, error)
             if error.reason == "refused" and _NO_MEMBER in str(error):
-                self._count_refusal()
+                self._count_refusal(peer_id)
         except SiloError as error:
             self._count_fault(f"the roll of {peer_id}", error)
 
@@ -194,15 +195,17 @@ class Bulletin:
         is_new = error.fault == "two_rolls" and self.faults["two_rolls"] == 1
         logger.log(logging.WARNING if is_new else logging.DEBUG, "%s is ignored: %s", what, error)
 
-    def _count_refusal(self) -> None:
+    def _count_refusal(self, peer_id: str) -> None:
         """Warn after several refusals. A removed member gets no roll that says so; refusals are all that it receives."""
-        self._num_refusals += 1
-        if self._num_refusals == _MIN_REFUSALS:
-            logger.warning(_REFUSED)
+        was_known = bool(self.advice())
+        self._refusals[peer_id] += 1
+        for line in () if was_known else self.advice():
+            logger.warning(line)
 
     def advice(self) -> tuple[str, ...]:
         """Return what is wrong with this node's membership, and what to do about it."""
-        return (_REFUSED,) if self._num_refusals >= _MIN_REFUSALS else ()
+        is_one_of_several = len(self._refusals) == 1 and len(self._asked_members) > 1
+        return (_REFUSED,) if self._refusals.total() >= _MIN_REFUSALS and not is_one_of_several else ()
 
     def read_file(self) -> None:
         """Accept the roll on disk where it is newer. A damaged one is logged as a warning."""

@@ -277,6 +277,24 @@ def test_several_refusals_in_a_row_of_a_stranger_are_one_warning(
     run(main())
 
 
+def test_one_member_cannot_tell_a_node_that_it_was_removed_while_another_is_there(tmp_path: Path) -> None:
+    def refuse(caller: str) -> bytes:
+        raise RequestRefused("not a member")
+
+    async def main() -> None:
+        lab = Lab(tmp_path, found(ANN, BEN, CAT).data)
+        _, cat = await lab.peers(BEN, CAT, reply=refuse)
+        async with lab.at_work():
+            cat.may_answer.clear()
+            await asyncio.sleep(60)
+            assert lab.bulletin.advice() == ()
+            cat.may_answer.set()
+            await asyncio.sleep(60)
+            assert any("no longer a member" in line for line in lab.bulletin.advice())
+
+    run(main())
+
+
 def test_two_rolls_of_one_version_are_one_warning_and_other_faults_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

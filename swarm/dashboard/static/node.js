@@ -201,7 +201,8 @@ function change(values, digits) {
 }
 
 /** The longest time between two rounds, where it is no ordinary one: {lengthS, untilS}, or null. */
-function longestPause(times) {
+function longestPause(all) {
+  const times = all.filter((time) => time !== null);
   const pauses = times.slice(1).map((time, place) => ({ lengthS: time - times[place], untilS: time })).sort((a, b) => b.lengthS - a.lengthS);
   const usual = pauses[Math.floor(pauses.length / 2)], longest = pauses[0];
   return longest && longest.lengthS > Math.max(600, 20 * usual.lengthS) ? longest : null;
