@@ -108,7 +108,7 @@ class Node:
         if not Path(_LIBFAKETIME).exists():
             return {}
         self.set_clock(0)
-        own = {"LD_PRELOAD": _LIBFAKETIME, "FAKETIME_TIMESTAMP_FILE": str(self.clock), "FAKETIME_NO_CACHE": "1"}
+        own = {"LD_PRELOAD": _LIBFAKETIME, "FAKETIME_TIMESTAMP_FILE": str(self.clock), "FAKETIME_CACHE_DURATION": "1"}
         return own | {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "NO_FAKE_STAT": "1", "FAKETIME_DISABLE_SHM": "1"}
 
     def set_clock(self, ahead_s: int) -> None:
@@ -523,7 +523,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 failures += [f"node {one.number} has ended; see {one.log}" for one in soak.nodes if not one.is_running]
                 break
         growth = soak.growth()
-        left = soak.end() if not failures else []
+        left = soak.end() if all(node.is_running for node in soak.nodes) else []
         messages = soak.messages()
     for text, count in messages.most_common():
         print(f"{count:5d}  {text}")
