@@ -1,6 +1,6 @@
 """What one node pays as the swarm grows, and how long a header takes to its readers.
 
-    python benchmarks/gossip_scale.py            processes to 32 nodes, simulated to 5,000; a quarter of an hour on two idle cores
+    python benchmarks/gossip_scale.py            processes to 32 nodes, simulated to 10,000; about an hour on two cores
     python benchmarks/gossip_scale.py --quick    8 processes, simulated to 128; under a minute
 
 Three tables:
@@ -40,8 +40,8 @@ class Plan:
     settle_s: float = 32.0
     """Until the real nodes look into the index at their steady pace."""
     measure_s: float = 45.0
-    swarm_sizes: tuple[int, ...] = (8, 16, 32, 128, 512, 2048, 5000)
-    topic_sizes: tuple[int, ...] = (8, 32, 128, 512, 2048, 5000)
+    swarm_sizes: tuple[int, ...] = (8, 16, 32, 128, 512, 2048, 10_000)
+    topic_sizes: tuple[int, ...] = (8, 32, 128, 512, 2048, 10_000)
 
 
 _QUICK = Plan((8,), 6.0, 14.0, (8, 32, 128), (8, 32, 128, 512))
@@ -64,14 +64,14 @@ def measure_real(plan: Plan) -> list[RealRow]:
 
 
 def measure_swarms(sizes: Sequence[int], seed: int) -> list[SwarmRow]:
-    """Largest first, each in a process of its own; virtual time does not mind what else the machine does."""
+    """Largest first, each in a process of its own; neither virtual nor processor time minds much what else the machine does."""
     context, workers = multiprocessing.get_context("spawn"), min(2, os.cpu_count() or 1)
     rows: list[SwarmRow] = []
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
         runs = [pool.submit(measure_swarm, size, seed) for size in sorted(sizes, reverse=True)]
         for one in reversed(runs):
             rows.append(one.result())
-            _say(f"{rows[-1].nodes} simulated nodes took {rows[-1].run_s:.0f} s")
+            _say(f"{rows[-1].nodes} simulated nodes: {rows[-1].bytes / 1e3:,.0f} kB per node and minute")
     return rows
 
 
@@ -114,6 +114,8 @@ def figures(real: Sequence[RealRow], swarms: Sequence[SwarmRow], topics: Sequenc
     full = [row for row in swarms if row.nodes >= _HEADLINE_NODES] or list(swarms)
     return {
         "flat_ratio": _number(full[-1].bytes / full[0].bytes) if full else None,
+        "flat_ratio_cpu": _number(full[-1].cpu_ms / full[0].cpu_ms) if full else None,
+        "flat_ratio_memory": _number(full[-1].memory_kib / full[0].memory_kib) if full else None,
         "flat_ratio_per_header": _number(_bytes_per_header(full[-1]) / _bytes_per_header(full[0])) if full else None,
         "hops_per_doubling": _number(hops_per_doubling(topics)) if len(topics) > 1 else None,
         "bytes_per_node": {row.nodes: round(row.bytes) for row in swarms},

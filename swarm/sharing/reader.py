@@ -153,6 +153,11 @@ class SweepPace:
         longer_s = min(2 * self._lonely_pause_s, max(MAX_LONELY_PAUSE_S, self._poll_interval_s))
         self._lonely_pause_s = self._poll_interval_s if num_new else longer_s
 
+    def settle(self, swept_at: float) -> None:
+        """Begin as after an hour in which gossip brought everything, the last sweep at `swept_at`."""
+        self._gossip_at, self.swept_at = self._clock(), swept_at
+        self._num_fruitless = _FRUITLESS_BEFORE_LONGER + MAX_DOUBLINGS
+
     def start_anew(self) -> None:
         """Sweep at once: the node has moved to another shard."""
         self.swept_at = -math.inf
@@ -190,7 +195,7 @@ class Reader:
         self._topic: str | None = None
         self._being_checked: set[Header] = set()
         """Headers whose bodies are there; their checks go on in a thread, whatever becomes of the task that waits for them."""
-        self._pace = SweepPace(network.poll_interval_s, context.clock)
+        self.pace = SweepPace(network.poll_interval_s, context.clock)
         self._inbox = Inbox(sharing, context, parts.totals, admission=admission, pool=pool, tracker=tracker, rng=rng)
         self._fetcher = BodyFetcher(network, context, rng, answered=self._inbox.answered)
 
@@ -211,13 +216,13 @@ class Reader:
         if self._topic is not None:
             self._transport.unsubscribe(self._topic)
         self._topic = topic
-        self._pace.start_anew()
+        self.pace.start_anew()
 
         def take(forwarder: str, record: bytes) -> ValidationResult:
             result = self._inbox.take_gossip(shard, record)
             if result is ValidationResult.ACCEPT:
                 self._totals.num_headers_gossiped += 1
-                self._pace.heard()
+                self.pace.heard()
             return result
 
         self._transport.subscribe(topic, take)
@@ -229,7 +234,7 @@ class Reader:
         try:
             while True:
                 self._inbox.arrived.clear()
-                if sweep is None and self._pace.is_due:
+                if sweep is None and self.pace.is_due:
                     sweep = asyncio.create_task(self._sweep())
                 for header in self._choose(pulls.values()):
                     pulls[asyncio.create_task(self._pull(header))] = header
@@ -264,15 +269,15 @@ class Reader:
 
     async def _sweep(self) -> None:
         """Read the current window of the own shard and the one before. Where these have news, read all since the last sweep."""
-        now, before = self._transport.now(), self._pace.swept_at
-        self._pace.swept_at = now  # also where the sweep fails
+        now, before = self._transport.now(), self.pace.swept_at
+        self.pace.swept_at = now  # also where the sweep fails
         num_new = await self._read_window(now) + await self._read_window(now - WINDOW_S)
         if num_new and not math.isinf(before):
             num_unread = min(int(now // WINDOW_S) - int(before // WINDOW_S) - 1, _MAX_WINDOWS_BACK)
             for back in range(2, 2 + num_unread):
                 num_new += await self._read_window(now - back * WINDOW_S)
         self._totals.num_headers_swept += num_new
-        self._pace.swept(now, num_new)
+        self.pace.swept(now, num_new)
 
     async def _read_window(self, time_s: float) -> int:
         """Read the window at `time_s` and return how many of its headers are new."""

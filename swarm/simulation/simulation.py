@@ -21,7 +21,8 @@ from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTranspor
 from swarm.network.memory.virtual_clock import virtual_now
 from swarm.records.identity import Identity
 from swarm.records.signing import verified_by
-from swarm.sharing.index import EntryValidator, experience_topic
+from swarm.sharing.index import WINDOW_S, EntryValidator, experience_topic
+from swarm.sharing.reader import MAX_DOUBLINGS
 from swarm.simulation.light_node import LightNode, LightRounds
 from swarm.simulation.signature_cache import SignatureCache
 from swarm.types import Header
@@ -161,7 +162,7 @@ class Simulation:
             await asyncio.sleep(pause_s)
 
     async def start_grown(self) -> None:
-        """Begin as a swarm of this size that has found its shards: growing to thousands would take hours."""
+        """Begin as a swarm of this size that has found its shards and trusts gossip: growing to thousands would take hours."""
         level = 0
         while len(self.nodes) >> level > _GROWN_SHARD:
             level += 1
@@ -171,8 +172,10 @@ class Simulation:
             for node in self.nodes:
                 node.directory.level = level
             await asyncio.gather(*(node.directory.turn() for node in self.nodes))
+        longest_s = WINDOW_S * 2**MAX_DOUBLINGS
         for node in self.nodes:
             node.directory.level = level
+            node.reader.pace.settle(virtual_now() - self._rng.uniform(0, longest_s))
             node.work()
 
     async def let(self, duration_s: float) -> None:

@@ -116,7 +116,7 @@ async def exchange_twice(nodes: list[Node]) -> None:
             await until(lambda: all(node.exchange.parts.directory.num_members == len(nodes) for node in nodes))
             await gossip_reaches_all(nodes)
             for node in nodes:
-                node.exchange.reader._pace.swept_at = math.inf  # no sweep of the index any more
+                node.exchange.reader.pace.swept_at = math.inf  # no sweep of the index any more
     for number, node in enumerate(nodes):
         others = [(one.identity.peer_id, place) for place, one in enumerate(nodes) if place != number]
         published = [(peer, start + 2 * place + i) for peer, place in others for start in (0, 100) for i in (0, 1)]

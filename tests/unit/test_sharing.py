@@ -405,7 +405,7 @@ async def test_silent_authors_hold_the_places_for_pulling_for_less_and_less_of_t
 async def test_news_in_the_index_are_looked_for_in_the_windows_that_were_not_read() -> None:
     clock = Clock()
     _, (alice, reader) = await peers(ALICE, READER, clock=clock)
-    pace = reader.reader._pace
+    pace = reader.reader.pace
     for _ in range(6):  # gossip seems to bring everything
         pace.heard()
         await reader.reader._sweep()
