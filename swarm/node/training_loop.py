@@ -105,8 +105,10 @@ class TrainingRun:
     def _round(self) -> None:
         learner = self.learner
         self._begin(f"round {learner.round + 1}", self._round_limit_s())
+        began_s = self._watchdog.awake_s()
         row = learner.run_round()
-        self._longest_round_s = max(self._longest_round_s, row["time/round_s"])
+        worked_s = self._watchdog.awake_s() - began_s
+        self._longest_round_s = max(self._longest_round_s, worked_s)
         self._report.record(row)
         if learner.round % self._config.checkpoint.interval_rounds == 0:
             self._save()
@@ -114,7 +116,7 @@ class TrainingRun:
         if interval and learner.round % interval == 0:
             self._evaluate("interval")
             self._report.phase = "learning"
-        self._rest(row["time/round_s"])
+        self._rest(worked_s)
 
     def _save(self, on_saved: Callable[[int], None] | None = None) -> None:
         """Begin to write a checkpoint. During a run, a disk that refuses costs a checkpoint and not the node."""

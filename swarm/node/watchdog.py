@@ -72,7 +72,7 @@ class Watchdog:
 
         None: there is no limit.
         """
-        self._marks[part] = _Mark(doing, self._now(), limit_s, threading.get_ident())
+        self._marks[part] = _Mark(doing, self.awake_s(), limit_s, threading.get_ident())
 
     async def loop_turns(self) -> None:
         """Note a turn of the network loop. To be called regularly by the loop."""
@@ -80,18 +80,17 @@ class Watchdog:
 
     def stuck(self) -> list[str]:
         """A line for each part whose next mark is overdue, such as `compute thread: round 13 for 20 min`."""
-        now = self._now()
+        now = self.awake_s()
         return [
             _line(part, mark, now) for part, mark in sorted(self._marks.copy().items()) if _overdue_s(mark, now) > 0
         ]
 
     def look(self) -> None:
         """Report what is newly stuck, and end the process where that has lasted too long."""
-        paused_s = self._clock() - self._looked_at - self._look_interval_s
-        if paused_s > _PAUSED_AFTER_S:  # a stopped container, a sleeping laptop
-            self._lost_s += paused_s
-        self._looked_at = self._clock()
-        now = self._now()
+        clock_s = self._clock()
+        self._lost_s += self._paused_s(clock_s)
+        self._looked_at = clock_s
+        now = self.awake_s()
         for part, mark in self._marks.copy().items():
             overdue_s = _overdue_s(mark, now)
             if overdue_s <= 0:
@@ -114,8 +113,15 @@ class Watchdog:
         self._stop.set()
         self._thread.join()
 
-    def _now(self) -> float:
-        return self._clock() - self._lost_s
+    def awake_s(self) -> float:
+        """Seconds of the clock without those in which nothing of this process ran, as while a laptop sleeps."""
+        now = self._clock()
+        return now - self._lost_s - self._paused_s(now)
+
+    def _paused_s(self, now: float) -> float:
+        """How long nothing ran since the last look: nothing, where that is just late."""
+        paused_s = now - self._looked_at - self._look_interval_s
+        return paused_s if paused_s > _PAUSED_AFTER_S else 0.0
 
     def _watch(self) -> None:
         try:

@@ -23,19 +23,27 @@ class Machine:
 
     merging = None
 
-    def __init__(self, round_s: list[int], save_s: int = 0) -> None:
+    def __init__(self, round_s: list[int], save_s: int = 0, sleep_s: int = 0) -> None:
+        """`sleep_s`: in each round the whole machine sleeps so long."""
         self.now = 0.0
         self.round = 0
         self.dog = Watchdog(lambda: self.now)
         self.first_stuck: dict[int, list[str]] = {}
         self._round_s = round_s
         self._save_s = save_s
+        self._sleep_s = sleep_s
 
     def run_round(self) -> dict[str, Any]:
         duration_s = self._round_s[self.round]
         self.work(duration_s)
+        self.now += self._sleep_s
         self.round += 1
-        row = {"kind": "round", "round": self.round, "policy_version": 0, "time/round_s": float(duration_s)}
+        row = {
+            "kind": "round",
+            "round": self.round,
+            "policy_version": 0,
+            "time/round_s": float(duration_s + self._sleep_s),
+        }
         zeros = ("rollout/reward_mean", "rollout/tokens_per_s", "train/own_groups", "train/swarm_groups")
         return row | dict.fromkeys(zeros, 0.0)
 
@@ -53,10 +61,10 @@ class Machine:
                 self.first_stuck.setdefault(self.round + 1, self.dog.stuck())
 
 
-def train(folder: Path, machine: Machine) -> NodeReport:
+def train(folder: Path, machine: Machine, controls: NodeControls | None = None, duty_cycle: float = 1.0) -> NodeReport:
     config = parse(
         {
-            "node": {"dir": str(folder), "max_rounds": len(machine._round_s)},
+            "node": {"dir": str(folder), "max_rounds": len(machine._round_s), "duty_cycle": duty_cycle},
             "network": {"backend": "off"},
             "sharing": {"swarm_groups": 0, "publish": False},
             "evaluation": {"tasks_per_source": 0},
@@ -66,7 +74,6 @@ def train(folder: Path, machine: Machine) -> NodeReport:
     paths = NodeFolder(config.node.dir)
     paths.create()
     report = NodeReport(config, paths, Identity(b"n" * 32), network=None, watchdog=machine.dog)
-    controls = NodeControls(SharingPause())
     TrainingRun(
         config,
         paths,
@@ -74,7 +81,7 @@ def train(folder: Path, machine: Machine) -> NodeReport:
         report=report,
         clock=time.time,
         watchdog=machine.dog,
-        controls=controls,  # type: ignore[arg-type]
+        controls=controls or NodeControls(SharingPause()),  # type: ignore[arg-type]
     ).run()
     return report
 
@@ -97,6 +104,22 @@ def test_a_round_is_stuck_after_twenty_times_the_longest(
     train(tmp_path / "n", machine)
     assert machine.first_stuck == stuck
     assert machine.dog.stuck() == [], "a run that is over is not stuck"
+
+
+class Rests(NodeControls):
+    def __init__(self) -> None:
+        super().__init__(SharingPause())
+        self.taken_s: list[float] = []
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        self.taken_s.append(timeout_s)
+
+
+@pytest.mark.parametrize("sleep_s", [0, 3600])
+def test_a_node_rests_by_what_it_worked_and_not_by_what_it_slept(tmp_path: Path, sleep_s: int) -> None:
+    rests = Rests()
+    train(tmp_path / "n", Machine([10, 20], sleep_s=sleep_s), rests, duty_cycle=0.2)
+    assert rests.taken_s == pytest.approx([40, 80], abs=4)
 
 
 def test_a_checkpoint_that_the_disk_does_not_take_is_named(tmp_path: Path) -> None:
