@@ -14,8 +14,8 @@ MAX_CONFIG_BYTES = 1 << 20
 TASKS = "tasks"
 """Folder of reward functions and rows that a Python program has given, each in a folder named by its content."""
 _KEPT_ON_FRESH_START = {
-    "lock", "manifest.toml", "peers.json", "ports.json", "reached.json", "reputation.json", "silo.roll", "silo.invite",
-    "silo-owner.key", "silo-owner.silo", "page.token", TASKS,
+    "lock", "manifest.toml", "bootstrap.toml", "peers.json", "ports.json", "reached.json", "reputation.json", "silo.roll",
+    "silo.invite", "silo-owner.key", "silo-owner.silo", "page.token", TASKS,
 }  # fmt: skip
 """What a fresh start keeps besides the files of the identity: swarm, known peers, ports, reputation, membership, task files."""
 _PREVIOUS = re.compile(r"previous-([0-9]{3,9})")
@@ -33,6 +33,7 @@ class NodeFolder:
         self.identity = path / "identity.key" if key is None else key.resolve()
         self.config = path / "config.toml"
         self.manifest = path / "manifest.toml"
+        self.bootstrap = path / "bootstrap.toml"
         self.pool = path / "pool.sqlite"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"

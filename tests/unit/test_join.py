@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from swarm.cli.swarm.bootstrap import join_through
 from swarm.cli.swarm.preflight import machine_findings
 from swarm.config import DEMO_TASKS, LOCAL_SETTINGS, load, parse
 from swarm.diagnostics.check_result import CheckResult, Level
@@ -302,17 +301,6 @@ def test_preflight_finds_a_folder_that_cannot_be_made_and_leaves_nothing_behind(
     assert "Not a directory" in refused.stdout
     swarm("join", "friends.swarm.toml", "--check", "--node.dir", "deep/er/n", cwd=founded)
     assert sorted(founded.rglob("*")) == before
-
-
-def test_bootstrap_peer_tells_what_is_left_to_do() -> None:
-    here, there = f"/ip4/10.0.0.1/tcp/38000/p2p/{PEER}", ADDRESS.replace(PEER, FOUNDER.peer_id)
-    told = join_through([here], "f.swarm.toml", make(bootstrap=[there]))
-    assert told[1].strip() == f"swarm create --update f.swarm.toml --bootstrap {here} --bootstrap {there}"
-    old = here.replace("38000", "1")
-    assert old not in join_through([here], "f.swarm.toml", make(bootstrap=[old, there]))[1], "it has moved"
-    assert join_through([here], "f.swarm.toml", make(bootstrap=[here.replace("10.0.0.1", "1.2.3.4")])) == []
-    assert here in join_through([here], None, None)[1]
-    assert "--key silo-owner.key" in join_through([here], "f.swarm.toml", make(silo=True))[1]
 
 
 @contextmanager
