@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Container
 from pathlib import Path
@@ -104,6 +105,11 @@ class NodeFolder:
         return ConfigError(
             f"node.dir must be a folder that can be written, got {self.path}: {error.strerror}; set node.dir"
         )
+
+    def run_command(self, num_rounds: int, max_rounds: int | None) -> str:
+        """What a person types to go on after `num_rounds`: where these are all, with a larger number than `config.toml` has."""
+        more = f" --node.max_rounds {2 * num_rounds}" if max_rounds and num_rounds >= max_rounds else ""
+        return f"swarm run {shlex.quote(str(self.config))}{more}"
 
     def set_aside(self) -> Path | None:
         """Move the state of earlier runs to `previous-NNN/` so that a fresh start loses nothing. None if there is none."""
