@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm.errors import ConfigError, NetworkError
+from swarm.errors import ConfigError, ManifestError, NetworkError
 
 if TYPE_CHECKING:
     from swarm.config import Config, Layer
@@ -26,7 +26,7 @@ def told_by_flags(flags: Mapping[str, str]) -> Iterator[None]:
     """Errors of the block name `flags`, {setting: flag}: `set observability.http_port = 0` becomes `set --port 0`."""
     try:
         yield
-    except (ConfigError, NetworkError) as error:
+    except (ConfigError, ManifestError, NetworkError) as error:
         text = str(error)
         for setting, flag in flags.items():
             name = rf"(?<![\w.]){re.escape(setting)}(?:\.\d+)?(?![\w.]*\w)"  # with the place in a list, never a longer name

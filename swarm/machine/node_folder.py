@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Container
 from pathlib import Path
@@ -14,8 +15,8 @@ MAX_CONFIG_BYTES = 1 << 20
 TASKS = "tasks"
 """Folder of reward functions and rows that a Python program has given, each in a folder named by its content."""
 _KEPT_ON_FRESH_START = {
-    "lock", "manifest.toml", "peers.json", "ports.json", "reached.json", "reputation.json", "silo.roll", "silo.invite",
-    "silo-owner.key", "silo-owner.silo", "page.token", TASKS,
+    "lock", "manifest.toml", "bootstrap.toml", "peers.json", "ports.json", "reached.json", "reputation.json", "silo.roll",
+    "silo.invite", "silo-owner.key", "silo-owner.silo", "page.token", TASKS,
 }  # fmt: skip
 """What a fresh start keeps besides the files of the identity: swarm, known peers, ports, reputation, membership, task files."""
 _PREVIOUS = re.compile(r"previous-([0-9]{3,9})")
@@ -33,6 +34,7 @@ class NodeFolder:
         self.identity = path / "identity.key" if key is None else key.resolve()
         self.config = path / "config.toml"
         self.manifest = path / "manifest.toml"
+        self.bootstrap = path / "bootstrap.toml"
         self.pool = path / "pool.sqlite"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
@@ -103,6 +105,11 @@ class NodeFolder:
         return ConfigError(
             f"node.dir must be a folder that can be written, got {self.path}: {error.strerror}; set node.dir"
         )
+
+    def run_command(self, num_rounds: int, max_rounds: int | None) -> str:
+        """What a person types to go on after `num_rounds`: where these are all, with a larger number than `config.toml` has."""
+        more = f" --node.max_rounds {2 * num_rounds}" if max_rounds and num_rounds >= max_rounds else ""
+        return f"swarm run {shlex.quote(str(self.config))}{more}"
 
     def set_aside(self) -> Path | None:
         """Move the state of earlier runs to `previous-NNN/` so that a fresh start loses nothing. None if there is none."""

@@ -294,11 +294,15 @@ def changes(known: Manifest, later: Manifest) -> list[str]:
     lines = [f"task {name} is new: {new[name]}" for name in new if name not in old]
     lines += [f"task {name} is removed" for name in old if name not in new]
     lines += [f"task {name}: {old[name]} → {new[name]}" for name in new if name in old and old[name] != new[name]]
-    for name in ("bases", "lineages", "gossip", "silo", "limits", "held_out_share", "common_tasks", "solved_groups"):
-        before, after = (getattr(one, name) for one in (known, later))
-        if before != after:
-            lines.append(f"{name}: {_described(before)} → {_described(after)}")
+    for name in ("bases", "lineages", "gossip", "silo", "held_out_share", "common_tasks", "solved_groups"):
+        lines += _change(name, *(getattr(one, name) for one in (known, later)))
+    for name in ManifestLimits.model_fields:
+        lines += _change(f"limit {name}", *(getattr(one.limits, name) for one in (known, later)))
     return lines
+
+
+def _change(name: str, before: object, after: object) -> list[str]:
+    return [] if before == after else [f"{name}: {_described(before)} → {_described(after)}"]
 
 
 def _summary(value: object) -> str:
@@ -323,7 +327,7 @@ def _assigned(parameters: Mapping[str, Any]) -> list[str]:
 def _described(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(value) or "any"
-    return str(value.model_dump(exclude_none=True)) if isinstance(value, Section) else str(value)
+    return "not set" if value is None else str(value)
 
 
 def _content(manifest: Manifest) -> dict[str, Any]:

@@ -108,7 +108,11 @@ class NodeMerging:
         Each ends only when cancelled, or by an error that is a bug.
         """
         final = [self._final.work()] if self._final else []
-        return [self._exchange.work(), repeat(self._donor.step, on_failure=on_failure), *final]
+        return [
+            self._exchange.work(),
+            repeat(self._donor.step, "offer the adapter to newcomers", on_failure=on_failure),
+            *final,
+        ]
 
     async def join(self, merging: PolicyMerging) -> None:
         """Let an untrained policy begin where its lineage is, if enough donors answer in time. Never raises for donors."""

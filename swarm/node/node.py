@@ -160,7 +160,9 @@ class Node:
         if not await self.run():  # a thread is inside a long computation: leave it, the last checkpoint stands
             saved = CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep).newest_round()
             what = "nothing was saved yet" if saved is None else f"round {saved} is saved"
-            logger.info("stopped; %s; go on: swarm run %s", what, self.folder.config)
+            logger.info(
+                "stopped; %s; go on: %s", what, self.folder.run_command(saved or 0, self.config.node.max_rounds)
+            )
             logging.shutdown()
             os._exit(_INTERRUPTED)
 
@@ -328,9 +330,14 @@ class Node:
 
     def _network_work(self, exchange: Exchange | None) -> list[Coroutine[Any, Any, None]]:
         on_failure = self._report.count_failed_step
-        status = repeat(self._report.refresh, pause_s=_STATUS_INTERVAL_S, on_failure=on_failure)
-        reputation = repeat(self._remember_peers, pause_s=_REPUTATION_INTERVAL_S, on_failure=on_failure)
-        alive = repeat(self._watchdog.loop_turns, pause_s=LOOK_INTERVAL_S, on_failure=on_failure)
+        status = repeat(
+            self._report.refresh, "write the node's state", pause_s=_STATUS_INTERVAL_S, on_failure=on_failure
+        )
+        remember = "store the reputation of other nodes"
+        reputation = repeat(self._remember_peers, remember, pause_s=_REPUTATION_INTERVAL_S, on_failure=on_failure)
+        alive = repeat(
+            self._watchdog.loop_turns, "note that the network loop runs", pause_s=LOOK_INTERVAL_S, on_failure=on_failure
+        )
         sharing = exchange.work(on_failure) if exchange else ()
         merge_work = self._node_merging.work(on_failure) if self._node_merging else ()
         return [status, reputation, alive, *sharing, *merge_work]

@@ -52,7 +52,7 @@ _REMEDIES = {
     Rejection.FOREIGN_SWARM: "their records are of another swarm: use the same swarm.name, or the same manifest",
     Rejection.CLOCK_SKEW: "this clock or theirs is wrong: turn on time synchronization (NTP); `swarm doctor` measures",
     Rejection.UNKNOWN_TASK: "they work on tasks that are not here, or score them by other rules: use the same "
-    "tasks.sources and the same version of swarm",
+    "edition of the swarm's manifest, or the same tasks.sources, and the same version of swarm",
     Rejection.TASK_MISMATCH: "the same task has another prompt there: use the same versions of the task packages",
     Rejection.TASK_FAILED: "their tasks or verifiers fail here: see the log, and `swarm doctor`",
     Rejection.UNAVAILABLE: "their bodies cannot be fetched: `swarm doctor` tells how others reach this machine",

@@ -6,6 +6,7 @@ A round itself is `Learner.run_round`. Checkpoints are written beside the rounds
 """
 
 import logging
+import shlex
 from collections.abc import Callable
 
 from swarm.adapters.checkpoint import CheckpointStore, CheckpointWriter
@@ -16,6 +17,7 @@ from swarm.node.controls import NodeControls
 from swarm.node.learner import Learner
 from swarm.node.report import NodeReport
 from swarm.node.watchdog import Watchdog
+from swarm.observability.plain_text import counted
 from swarm.policy.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,6 @@ _LIMIT_ROUNDS = 20
 _FIRST_LIMIT_S = 1800.0
 """For work whose duration is not known yet: the first round, and evaluations."""
 _CHECKPOINT_LIMIT_S = 300.0
-_SETTINGS = {"max_rounds": "node.max_rounds", "final_at": "merging.final_at"}
 _BETWEEN_ROUNDS = "nothing: between two rounds, or paused"
 
 
@@ -87,10 +88,8 @@ class TrainingRun:
         if done and not self._controls.has_ended:
             self._evaluate("end")
         self._report.record({"kind": "end", "reason": done or "interrupted", "round": learner.round})
-        logger.info(
-            "%s after round %d%s; `swarm report %s` tells what it has learned",
-            "ended" if done else "stopped", learner.round, f", as {_SETTINGS[done]} says" if done else "", self._folder.path,
-        )  # fmt: skip
+        place = shlex.quote(str(self._folder.path))
+        logger.info("%s; `swarm report %s` tells what it has learned", self._end_told(done), place)
         self._report.phase = "ended"
         self._begin("nothing", None)
 
@@ -149,6 +148,19 @@ class TrainingRun:
             return "max_rounds"
         is_time_up = self.learner.merging is not None and self._config.merging.final and 0 < final_at <= self._clock()
         return "final_at" if is_time_up else ""
+
+    def _end_told(self, done: str) -> str:
+        """Why the run has ended, for people, and how it goes on where it has made all its rounds."""
+        num_rounds, max_rounds = self.learner.round, self._config.node.max_rounds
+        if done != "max_rounds":
+            return (
+                f"ended after round {num_rounds}, as merging.final_at says"
+                if done
+                else f"stopped after round {num_rounds}"
+            )
+        had = "" if num_rounds == max_rounds else f", {num_rounds} in all"
+        go_on = self._folder.run_command(num_rounds, max_rounds)
+        return f"this run has made its {counted(max_rounds or 0, 'round')} (node.max_rounds){had}; go on with `{go_on}`"
 
     def _final_merge(self) -> None:
         """Merge with all other nodes that have ended. The result is the last checkpoint."""

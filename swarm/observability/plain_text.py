@@ -19,6 +19,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def none_answers(num_known: int) -> str:
+    """That none of so many known peers answers."""
+    return "the only known peer does not answer" if num_known == 1 else f"none of {num_known} known peers answers"
+
+
 def size(num_bytes: float) -> str:
     """Such as `812 KiB` or `1.4 GiB`."""
     for unit in ("B", "KiB", "MiB"):

@@ -14,17 +14,18 @@ _RETRY_PAUSE_S = 1.0
 
 
 async def repeat(
-    step: Callable[[], Awaitable[None]], *, pause_s: float = 0.0, on_failure: Callable[[], None]
+    step: Callable[[], Awaitable[None]], what: str, *, pause_s: float = 0.0, on_failure: Callable[[], None]
 ) -> NoReturn:
     """Run `step` until cancelled. An error of disk or network is logged, counted by `on_failure`, and the step is tried again.
 
-    Any other error is a bug and ends the work.
+    `what`: what the step does, in words that follow "cannot", such as "publish the groups of a round". Any other error is a
+    bug and ends the work.
     """
     while True:
         try:
             await step()
         except (OSError, sqlite3.Error, SwarmError) as error:
             on_failure()
-            logger.warning("%s failed and is tried again: %s", step.__qualname__, error)
+            logger.warning("cannot %s, and tries again: %s", what, error)
             await asyncio.sleep(_RETRY_PAUSE_S)
         await asyncio.sleep(pause_s)

@@ -85,10 +85,10 @@ def summarize(view: NodeView) -> NodeSummary:
     )
 
 
-def last_words(folder: Path) -> list[str]:
+def last_words(folder: Path, max_rounds: int | None = None) -> list[str]:
     """What a person wants to know of a node that has ended: what it learned, from what, and how to go on. Empty without a round.
 
-    Raises OSError where its metrics.jsonl cannot be read.
+    `max_rounds`: as node.max_rounds. Raises OSError where its metrics.jsonl cannot be read.
     """
     history = NodeHistory(NodeFolder(folder).metrics)
     history.refresh()
@@ -108,7 +108,7 @@ def last_words(folder: Path) -> list[str]:
     return [
         f"what {place} has learned by round {history.round}:",
         *(line for line in learned if line),
-        f"  go on             swarm run {shlex.quote(str(folder / 'config.toml'))}",
+        f"  go on             {NodeFolder(folder).run_command(history.round, max_rounds)}",
         f"  measure           swarm eval --dir {place}",
         f"  take it out       swarm export OUT --dir {place}",
     ]

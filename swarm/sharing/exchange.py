@@ -59,10 +59,14 @@ class Exchange:
         While sharing is paused nothing is published and nothing pulled; headers are passed on, and bodies given to who asks.
         """
         held = self.parts.pause.held
-        steps = [held(self._publish_next), held(self.publisher.enter_next), self._turn_directory]
+        steps = {
+            "publish the groups of a round": held(self._publish_next),
+            "enter a header into the index": held(self.publisher.enter_next),
+            "follow the shards of the swarm": self._turn_directory,
+        }
         if self.parts.totals.reads:
-            steps.append(held(self.reader.poll))
-        return [repeat(step, on_failure=on_failure) for step in steps]
+            steps["read groups of peers"] = held(self.reader.poll)
+        return [repeat(step, what, on_failure=on_failure) for what, step in steps.items()]
 
     async def _publish_next(self) -> None:
         num_pauses, groups = await self._outbox.get()

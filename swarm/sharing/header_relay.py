@@ -50,7 +50,7 @@ class HeaderRelay:
     def work(self, on_failure: Callable[[], None]) -> Coroutine[Any, Any, None]:
         """What runs from the transport's start to its stop. Ends only when cancelled, or raises what is a bug."""
         self._follow({})
-        return repeat(self._turn, on_failure=on_failure)
+        return repeat(self._turn, "follow the shards of the swarm", on_failure=on_failure)
 
     async def _turn(self) -> None:
         pause_s = await self._directory.turn()

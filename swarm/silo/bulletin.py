@@ -118,7 +118,7 @@ class Bulletin:
     async def work(self) -> None:
         """Work from the transport's start to its stop. Ends only when cancelled."""
         try:
-            await repeat(self._turn, on_failure=lambda: None)
+            await repeat(self._turn, "compare the silo's roll with members", on_failure=lambda: None)
         finally:
             for task in self._asking.values():
                 task.cancel()

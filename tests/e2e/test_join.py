@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import tomli_w
 
+from swarm.config import load
 from swarm.manifest.files import read_manifest
 from tests.e2e.node_process import NodeProcess, Process, node_settings, wait_for
 from tests.swarm_process import SwarmProcess, swarm
@@ -97,13 +98,37 @@ def test_what_a_bootstrap_peer_warns_of_is_in_the_log_of_its_folder(tmp_path: Pa
     absent = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
     with Command(tmp_path / "b", "bootstrap", "--dir", str(tmp_path / "b"), "--no-gossip", "--join", absent) as entry:
         address = entry.address()
-        said = "none of 1 known peers answers"
+        said = "the only known peer does not answer"
         log = wait_for(lambda: (tmp_path / "b/logs/run-0001.log").read_text(), "the log", entry)
         assert f"WARNING swarm.network.peers.known_peers: {said}" in log
         printed = entry.output.read_text()
         assert f"WARNING {said}" in printed and "WARNING:" not in printed
     with Command(tmp_path / "b", "bootstrap", "--dir", str(tmp_path / "b"), "--no-gossip") as again:
         assert again.address() == address, "who stored it finds it there"
+
+
+def test_a_bootstrap_peer_starts_again_without_options_as_it_was(tmp_path: Path) -> None:
+    done(tmp_path, "create", "friends")
+    manifest, folder = tmp_path / "friends.swarm.toml", tmp_path / "entry"
+    given = ("--manifest", str(manifest), "--announce", "/dns4/localhost/tcp/38000", "--no-gossip", "--no-relay")
+    with Command(folder, "bootstrap", "--dir", str(folder), *given) as first:
+        address, status = first.address(), first.status()
+    done(tmp_path, "create", "--update", str(manifest), "--description", "later")
+    manifest.rename(tmp_path / "elsewhere")
+    with Command(folder, "bootstrap", "--dir", str(folder)) as again:
+        assert again.address() == address
+        told, now = again.output.read_text(), again.status()
+    assert address.startswith("/dns4/localhost/tcp/38000/p2p/")
+    assert status and now and status.addresses == now.addresses == (address,)
+    assert "swarm friends, founded by" in told and f"edition 1 of {folder}/manifest.toml" in told
+    options = "--announce /dns4/localhost/tcp/38000 --no-gossip --no-relay"
+    assert f"as at its last start, by {folder}/bootstrap.toml: {options}\n" in told
+    with Command(
+        folder, "bootstrap", "--dir", str(folder), "--manifest", str(tmp_path / "elsewhere"), "--relay"
+    ) as newer:
+        newer.address()
+    assert read_manifest(str(folder / "manifest.toml")).edition == 2
+    assert load([folder / "bootstrap.toml"]).network.serve_relay
 
 
 def test_bootstrap_peers_are_light_and_know_each_other(tmp_path: Path) -> None:

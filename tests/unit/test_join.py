@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from swarm.cli.swarm.bootstrap import join_through
 from swarm.cli.swarm.preflight import machine_findings
 from swarm.config import DEMO_TASKS, LOCAL_SETTINGS, load, parse
 from swarm.diagnostics.check_result import CheckResult, Level
@@ -196,6 +195,42 @@ def test_create_then_join_on_the_command_line(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists(), "nor does a preflight"
 
 
+def test_an_update_changes_what_is_given_and_prints_what_members_must_agree_to(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text("\n".join(LINES))
+    sources = '[{name = "lcm"}, {kind = "jsonl", name = "own", path = "own.jsonl"}]'
+    limit = ("--sharing.max_group_size", "6")
+    assert (
+        swarm("create", "friends", "--tasks.sources", sources, *limit, "--key", "f/key", cwd=tmp_path).returncode == 0
+    )
+    path = tmp_path / "friends.swarm.toml"
+    first = read_manifest(str(path))
+    (tmp_path / "own.jsonl").unlink()  # tasks that stay need no file
+
+    def update(*arguments: str, code: int = 0) -> list[str]:
+        ended = swarm("create", "--update", "friends.swarm.toml", "--key", "f/key", *arguments, cwd=tmp_path)
+        assert ended.returncode == code, ended.stderr
+        return ended.stdout.splitlines()[1:] if code == 0 else [told(ended, code)]
+
+    lines = update("--sharing.time_to_live_s", "60", "--tasks.held_out_share", "0.125", "--network.gossip", "off")
+    assert lines == [
+        "it changes:", "  gossip: libp2p → off", "  held_out_share: 0.0625 → 0.125", "  limit time_to_live_s: 600.0 → 60.0",
+        "members must agree to that: swarm join friends.swarm.toml --accept-edition 2",
+    ]  # fmt: skip
+    second = read_manifest(str(path))
+    assert (second.tasks, second.bases, second.limits.max_group_size) == (first.tasks, first.bases, 6)
+    lines = update(
+        "--tasks.sources", '[{name = "lcm", parameters = {max_value = 9}}]', "--base", "bundled", "--base", "a/b"
+    )
+    assert "  task own is removed" in lines and "  bases: bundled → bundled, a/b" in lines
+    assert "  task lcm: reasoning_gym lcm, weight 1 → reasoning_gym lcm, max_value=9, weight 1" in lines
+    third = read_manifest(str(path), first.founder)
+    assert (third.limits, third.gossip, third.edition, third.id) == (second.limits, "off", 3, first.id)
+    assert update("--any-base") == ["it changes:", "  bases: bundled, a/b → any", lines[-1].replace("3", "4")]
+    assert update("--description", "later") == ["it changes nothing that members must agree to"]
+    assert "it knows" in update("--tasks.sources", '[{name = "lcm", parameters = {x = 1}}]', code=6)[0]
+    assert read_manifest(str(path)).edition == 5, "a mistake signs nothing"
+
+
 def test_preflight_imports_neither_torch_nor_the_network(founded: Path) -> None:
     arguments = ["swarm", "join", "friends.swarm.toml", "--check"]
     script = (
@@ -302,17 +337,6 @@ def test_preflight_finds_a_folder_that_cannot_be_made_and_leaves_nothing_behind(
     assert "Not a directory" in refused.stdout
     swarm("join", "friends.swarm.toml", "--check", "--node.dir", "deep/er/n", cwd=founded)
     assert sorted(founded.rglob("*")) == before
-
-
-def test_bootstrap_peer_tells_what_is_left_to_do() -> None:
-    here, there = f"/ip4/10.0.0.1/tcp/38000/p2p/{PEER}", ADDRESS.replace(PEER, FOUNDER.peer_id)
-    told = join_through([here], "f.swarm.toml", make(bootstrap=[there]))
-    assert told[1].strip() == f"swarm create --update f.swarm.toml --bootstrap {here} --bootstrap {there}"
-    old = here.replace("38000", "1")
-    assert old not in join_through([here], "f.swarm.toml", make(bootstrap=[old, there]))[1], "it has moved"
-    assert join_through([here], "f.swarm.toml", make(bootstrap=[here.replace("10.0.0.1", "1.2.3.4")])) == []
-    assert here in join_through([here], None, None)[1]
-    assert "--key silo-owner.key" in join_through([here], "f.swarm.toml", make(silo=True))[1]
 
 
 @contextmanager

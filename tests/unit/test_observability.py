@@ -17,6 +17,7 @@ from swarm.errors import ConfigError, NodeNotRunningError
 from swarm.observability.http_server import HttpServer
 from swarm.observability.logging_setup import set_up_logging
 from swarm.observability.metrics import RENAMED, Metrics, MetricsLog, last_rows, read_rows
+from swarm.observability.repeat import repeat
 from swarm.observability.status_file import NodeStatus, read_status
 from swarm.report.node_history import NodeHistory
 
@@ -43,6 +44,17 @@ def test_counters_add_up_and_gauges_replace() -> None:
     assert metrics.value("rollout/tokens_per_s") == 7
     assert metrics.value("never/seen") is None
     assert b'swarm_exchange_rejected_total{reason="replay"} 3.0' in metrics.render()
+
+
+async def test_a_step_that_failed_is_told_in_words_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    counted: list[None] = []
+
+    async def step() -> None:
+        raise ConnectionError("no route") if not counted else KeyError("a bug")
+
+    with pytest.raises(KeyError):
+        await repeat(step, "read groups of peers", on_failure=lambda: counted.append(None))
+    assert caplog.messages == ["cannot read groups of peers, and tries again: no route"]
 
 
 def test_label_sets_are_bounded() -> None:

@@ -320,6 +320,9 @@ def test_outage_gives_advice_after_a_while_and_logs_it_once(caplog: pytest.LogCa
 
 
 def test_what_is_missing_follows_from_who_is_there() -> None:
+    assert Surveyed(has_host=False, num_connected=0, num_known=1).lack.startswith(
+        "the only known peer does not answer: "
+    )
     assert "forward" not in Surveyed(has_host=False, num_connected=0, num_known=2).lack
     assert "forward" in Surveyed(has_host=False, num_connected=0, num_known=2, was_dialled=False).lack
     assert "no peer can be dialled" in Surveyed(has_host=False, num_connected=1, num_known=2).lack

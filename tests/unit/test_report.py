@@ -225,4 +225,6 @@ def test_the_last_words_of_a_run_say_what_it_learned_and_how_to_go_on(tmp_path: 
     told = "\n".join(last_words(folder))
     assert "by round 4" in told and "reward 0.10 ± 0.10 → 0.60 ± 0.20, in the first and the last 2 of 4 rounds" in told
     assert "reward 0.50 ± 0.10 → 0.50 ± 0.10" in told
-    assert f"swarm run '{folder}/config.toml'" in told and f"swarm export OUT --dir '{folder}'" in told
+    assert f"swarm run '{folder}/config.toml'\n" in told and f"swarm export OUT --dir '{folder}'" in told
+    assert f"swarm run '{folder}/config.toml'\n" in "\n".join(last_words(folder, 5))
+    assert f"swarm run '{folder}/config.toml' --node.max_rounds 8\n" in "\n".join(last_words(folder, 4))

@@ -122,6 +122,21 @@ def test_a_node_rests_by_what_it_worked_and_not_by_what_it_slept(tmp_path: Path,
     assert rests.taken_s == pytest.approx([40, 80], abs=4)
 
 
+def test_a_run_that_has_made_its_rounds_says_so_and_how_it_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    machine, folder = Machine([5, 5]), tmp_path / "a b"
+    told = f"this run has made its 2 rounds (node.max_rounds); go on with `swarm run '{folder}/config.toml' --node.max_rounds 4`"
+    for _ in range(2):  # at its end, and at a start that has nothing to do
+        caplog.clear()
+        train(folder, machine)
+        assert [line for line in caplog.messages if line.startswith(told)] == [
+            f"{told}; `swarm report '{folder}'` tells what it has learned"
+        ]
+    assert machine.round == 2
+
+
 def test_a_checkpoint_that_the_disk_does_not_take_is_named(tmp_path: Path) -> None:
     machine = Machine([5], save_s=302)
     train(tmp_path / "n", machine)

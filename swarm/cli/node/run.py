@@ -47,7 +47,8 @@ def run(
     """Run one node: roll out, share, learn.
 
     With no CONFIG the bundled tiny policy and its tasks are used. Ctrl-C ends
-    after the current round, a second Ctrl-C at once.
+    after the current round, a second Ctrl-C at once. node.max_rounds counts the
+    rounds of all starts: a run that has made them goes on with a larger number.
 
     Reads: CONFIG, variables SWARM_SECTION__KEY; in node.dir the identity and
     the newest checkpoint.
@@ -56,6 +57,7 @@ def run(
 
     Examples:
       swarm run node_configs/laptop-cpu.toml --node.max_rounds 100
+      swarm run runs/mine/config.toml --node.max_rounds 200   # 100 more
       swarm run runs/mine/node.toml --training.lr 1e-5 --dry-run
       swarm run node_configs/gpu-24gb.toml --gpus all
 
@@ -104,7 +106,7 @@ def run_to_the_end(config: "Config", origin: "Origin", *, fresh: bool, end_when_
     from swarm.report.summary import last_words
 
     run_node(config, origin, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
-    for line in last_words(config.node.dir):
+    for line in last_words(config.node.dir, config.node.max_rounds):
         print(line)
 
 

@@ -65,10 +65,9 @@ def start_command(folder: Path, status: "NodeStatus") -> str:
     It is built here, and takes no text of the folder: somebody else may have filled that.
     """
     if status.command == "bootstrap":
-        return (
-            f"`swarm bootstrap --dir {shlex.quote(str(folder))}` with the --manifest, --listen and other options of its "
-            "first start; without them it serves another swarm at another address"
-        )
+        command = f"`swarm bootstrap --dir {shlex.quote(str(folder))}`"
+        is_kept = (folder / "bootstrap.toml").exists()
+        return command if is_kept else f"{command} and the --manifest, --listen and other options of its first start"
     if status.command == "stage":
         return "`swarm stage` and the configuration of its first start"
     config = folder / "config.toml"

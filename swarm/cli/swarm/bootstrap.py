@@ -4,13 +4,15 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from swarm.cli.arguments import told_by_flags
+from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
     from swarm.config import Config
@@ -27,6 +29,8 @@ _FLAGS = {
     "network.announce": "--announce",
     "network.gossip_listen": "--gossip-listen",
     "network.gossip_announce": "--gossip-announce",
+    "network.gossip": "--gossip",
+    "network.serve_relay": "--relay",
     "network.initial_peers": "--join",
     "observability.http_host": "--http-host",
     "observability.http_port": "--http-port",
@@ -34,34 +38,53 @@ _FLAGS = {
     "node.dir": "--dir",
 }
 """What sets which setting."""
+_SWITCHES = ("--gossip", "--relay")
+_GOSSIP = "libp2p"
+_DEFAULTS: Mapping[str, Any] = {
+    "swarm": {"name": "local"},
+    "network": {
+        "listen": ["/ip4/127.0.0.1/tcp/0"], "gossip": _GOSSIP, "serve_relay": True, "serve_gossip": True,
+        "reachability": "public",
+    },
+    "observability": {"http_host": "127.0.0.1", "http_port": 0},
+}  # fmt: skip
+_HEADER = "# With what `swarm bootstrap --dir` starts again in this folder; options that are given win.\n"
 
 
 def bootstrap(
-    folder: Path = typer.Option(Path("runs/bootstrap"), "--dir", metavar="DIR", help="Folder of its identity."),
+    folder: Path = typer.Option(
+        Path("runs/bootstrap"), "--dir", metavar="DIR", help="Folder of its identity, its options and its manifest."
+    ),
     listen: list[str] = typer.Option(
-        ["/ip4/127.0.0.1/tcp/0"],
+        None,
         metavar="ADDRESS",
-        help="Address to listen on; /ip4/0.0.0.0/tcp/PORT to be reachable from outside.",
+        help="Address to listen on; /ip4/0.0.0.0/tcp/PORT to be reachable from outside. Default: a port of loopback.",
     ),
     announce: list[str] = typer.Option(
-        [], metavar="ADDRESS", help="Address that peers are told instead, for example with port forwarding."
+        None, metavar="ADDRESS", help="Address that peers are told instead, for example with port forwarding."
     ),
-    gossip: bool = typer.Option(True, help="Forward headers between nodes that cannot reach each other."),
+    gossip: bool = typer.Option(
+        None, "--gossip/--no-gossip", help="Forward headers between nodes that cannot reach each other. Default: do."
+    ),
     gossip_listen: list[str] = typer.Option(
-        [],
+        None,
         metavar="ADDRESS",
         help="Address of the gossip, with a port that the firewall allows. Default: the hosts of --listen, free ports.",
     ),
     gossip_announce: list[str] = typer.Option(
-        [], metavar="ADDRESS", help="Gossip address that peers are told instead."
+        None, metavar="ADDRESS", help="Gossip address that peers are told instead."
     ),
-    relay: bool = typer.Option(True, help="Relay traffic for nodes that cannot be reached directly."),
-    http_host: str = typer.Option("127.0.0.1", metavar="HOST", help="Address of /metrics and /health."),
+    relay: bool = typer.Option(
+        None, "--relay/--no-relay", help="Relay traffic for nodes that cannot be reached directly. Default: do."
+    ),
+    http_host: str = typer.Option(
+        None, metavar="HOST", help="Address of /metrics and /health. Default: loopback alone."
+    ),
     http_port: int = typer.Option(
-        0, metavar="PORT", min=0, max=65535, help="Port of /metrics and /health; 0: a free port."
+        None, metavar="PORT", min=0, max=65535, help="Port of /metrics and /health. Default: 0, a free port."
     ),
-    join: list[str] = typer.Option([], metavar="ADDRESS", help="Addresses of other peers of the swarm."),
-    name: str = typer.Option("local", metavar="NAME", help="Name of the swarm if it has no manifest."),
+    join: list[str] = typer.Option(None, metavar="ADDRESS", help="Addresses of other peers of the swarm."),
+    name: str = typer.Option(None, metavar="NAME", help="Name of the swarm if it has no manifest. Default: local."),
     manifest: str = typer.Option(
         None,
         metavar="MANIFEST",
@@ -73,14 +96,18 @@ def bootstrap(
 
     Prints the address to join through, forwards headers, and relays for nodes
     that cannot be reached. Needs no model and no torch. A swarm may have any
-    number of them, and continues without them.
+    number of them, and continues without them. Started again, it goes on with
+    the options and the manifest of its last start; those that are given win.
 
-    Reads: the manifest, if one is named.
-    Writes: its identity, peers.json, ports.json, reached.json, status.json and logs/ in --dir.
+    Reads: the manifest, if one is named; else manifest.toml, and bootstrap.toml,
+    in --dir.
+    Writes: bootstrap.toml (the options), manifest.toml, its identity, peers.json,
+    ports.json, reached.json, status.json and logs/ in --dir.
 
     Examples:
       swarm bootstrap --manifest friends.swarm.toml \\
         --listen /ip4/0.0.0.0/tcp/38000
+      swarm bootstrap                # again, with the same options
 
     Exit codes: 3 configuration, 4 identity, 7 network, 12 manifest, 17 silo,
     130 interrupted.
@@ -88,62 +115,149 @@ def bootstrap(
     import asyncio  # here, as below: `swarm --help` is to be quick, and that reads every command
 
     from swarm.cli.swarm.passphrase import unlock
-    from swarm.config import parse
     from swarm.machine.memory import keep_heaps_small
     from swarm.machine.node_folder import NodeFolder
     from swarm.machine.safe_files import close_to_others
-    from swarm.manifest.joining import bootstrap_addresses
     from swarm.observability.logging_setup import set_up_logging
     from swarm.records import identity as identities
     from swarm.records.identity import IdentityLock
 
     keep_heaps_small()
     close_to_others()
-    swarm, limits, plane, known = {"name": name}, {}, "libp2p", None
-    if manifest is not None:
-        known = _manifest(manifest, founder)
-        swarm, join = {"name": known.name, "id": known.id}, [*join, *bootstrap_addresses(known)]
-        swarm |= {"silo_owner": known.founder} if known.silo else {}
-        limits, plane = known.limits.model_dump(exclude_none=True), known.gossip or plane
-    network = {"listen": listen, "announce": announce, "initial_peers": join, "reachability": "public"}
-    network |= {
-        "gossip": plane if gossip else "off",
-        "gossip_listen": gossip_listen,
-        "gossip_announce": gossip_announce,
-    }
-    network |= {"serve_relay": relay, "serve_gossip": True}
-    http = {"http_host": http_host, "http_port": http_port}
-    sections = {"swarm": swarm, "network": network, "sharing": limits, "observability": http}
+    plane = None if gossip is None else _GOSSIP if gossip else "off"
+    options = {
+        "network.listen": listen, "network.announce": announce, "network.gossip": plane,
+        "network.gossip_listen": gossip_listen, "network.gossip_announce": gossip_announce, "network.serve_relay": relay,
+        "network.initial_peers": join, "observability.http_host": http_host, "observability.http_port": http_port,
+        "swarm.name": name,
+    }  # fmt: skip
     files = NodeFolder(folder)
     with told_by_flags(_FLAGS):
-        config = parse({**sections, "node": {"dir": str(folder)}})
+        files.check()
+        start = BootstrapStart.of(
+            files, {key: value for key, value in options.items() if value not in (None, [])}, manifest, founder
+        )
         files.create()
         with IdentityLock(folder) as lock:
             identity = identities.load_or_create(files.identity, unlock)
             lock.claim(identity)
-            set_up_logging(files.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
-            asyncio.run(_serve(config, files, identity, lambda addresses: join_through(addresses, manifest, known)))
+            observed = start.config.observability
+            set_up_logging(files.logs, observed.log_level, observed.max_log_mib * 2**20)
+            asyncio.run(_serve(start, files, identity))
 
 
-def _manifest(source: str, founder: str | None) -> "Manifest":
-    from swarm.manifest.files import read_manifest
-    from swarm.manifest.manifest import check_protocol
+@dataclass(frozen=True, slots=True)
+class BootstrapStart:
+    """With what a bootstrap peer starts: given options win over those of its last start, and the manifest over both."""
+
+    config: "Config"
+    options: dict[str, Any]
+    """For the next start, in the shape of a configuration."""
+    manifest: "Manifest | None"
+    manifest_text: str
+    source: str | None
+    """Where the manifest was named. None: it is that of the last start, or there is none."""
+
+    @classmethod
+    def of(
+        cls, files: "NodeFolder", given: Mapping[str, Any], source: str | None, founder: str | None
+    ) -> "BootstrapStart":
+        """Prints the swarm, and what comes from the folder. Raises ConfigError, ManifestError."""
+        from swarm.config import Layer, merge, merged, origin_in, parse, read_layers
+
+        known, text = _manifest(source, founder, files)
+        if known is not None and "swarm.name" in given:
+            raise ConfigError(
+                f"--name is for a swarm without a manifest, got one of {known.name}; leave --name out, or set --dir"
+            )
+        stored = read_layers([files.bootstrap] if files.bootstrap.exists() else [])
+        layers = [*stored, *(Layer(_FLAGS[key], _nested(key, value)) for key, value in given.items())]
+        options = merged(layers)
+        parse(options, origin_in(layers))  # so that what somebody wrote into the file has a shape
+        if kept := _as_flags(merged(stored), given):
+            print(f"as at its last start, by {files.bootstrap}: {kept}")
+        settings = merge(merge(_DEFAULTS, options), {"node": {"dir": str(files.path)}})
+        if known is not None:
+            options.pop("swarm", None)
+            settings = _with_manifest(settings, known)
+        return cls(parse(settings, origin_in(layers)), options, known, text, source)
+
+    def keep(self, files: "NodeFolder") -> None:
+        """Store options and manifest for the next start, where they are others than those stored. Raises ManifestError."""
+        import tomli_w
+
+        from swarm.manifest.files import write_text
+
+        texts = {files.manifest: self.manifest_text} if self.manifest else {}
+        for path, text in (texts | {files.bootstrap: _HEADER + tomli_w.dumps(self.options)}).items():
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
+                write_text(path, text)
+
+
+def _manifest(source: str | None, founder: str | None, files: "NodeFolder") -> "tuple[Manifest | None, str]":
+    """The manifest that is named, or else that of the last start, with its text. Raises ManifestError."""
+    from swarm.manifest.files import check_joined, fetch
+    from swarm.manifest.manifest import check_protocol, parse
     from swarm.records.codec import PROTOCOL_VERSION
 
-    manifest = read_manifest(source, founder)
+    if source is None and not files.manifest.exists():
+        return None, ""
+    data = fetch(source or str(files.manifest))
+    manifest = parse(data, founder)
     check_protocol(manifest, PROTOCOL_VERSION)
-    print(f"swarm {manifest.name}, founded by {manifest.founder_name} ({manifest.founder})")
-    return manifest
+    check_joined(files.manifest, manifest, manifest.edition)  # it trains on nothing, so changes need no consent
+    of_last = "" if source else f", edition {manifest.edition} of {files.manifest}"
+    print(f"swarm {manifest.name}, founded by {manifest.founder_name} ({manifest.founder}){of_last}")
+    return manifest, data.decode()
+
+
+def _with_manifest(settings: Mapping[str, Any], manifest: "Manifest") -> dict[str, Any]:
+    from swarm.config import merge
+    from swarm.manifest.joining import bootstrap_addresses
+
+    network = settings["network"]
+    peers = [*network.get("initial_peers", ()), *bootstrap_addresses(manifest)]
+    gossip = network["gossip"] if network["gossip"] == "off" else manifest.gossip or _GOSSIP
+    owner = {"silo_owner": manifest.founder} if manifest.silo else {}
+    return merge(
+        settings,
+        {
+            "swarm": {"name": manifest.name, "id": manifest.id} | owner,
+            "network": {"initial_peers": peers, "gossip": gossip},
+            "sharing": manifest.limits.model_dump(exclude_none=True),
+        },
+    )
+
+
+def _nested(key: str, value: object) -> dict[str, Any]:
+    section, _, name = key.partition(".")
+    return {section: {name: value}}
+
+
+def _as_flags(stored: Mapping[str, Any], given: Collection[str]) -> str:
+    """The stored options that are not `given`, as on a command line."""
+    words: list[str] = []
+    for key, flag in _FLAGS.items():
+        section, _, name = key.partition(".")
+        value = stored.get(section, {}).get(name)
+        if key in given or value is None:
+            continue
+        if flag in _SWITCHES:
+            words.append(flag if value not in (False, "off") else f"--no-{flag.removeprefix('--')}")
+        else:
+            words += [f"{flag} {shlex.quote(str(one))}" for one in (value if isinstance(value, list) else [value])]
+    return " ".join(words)
 
 
 def join_through(addresses: Sequence[str], source: str | None, manifest: "Manifest | None") -> list[str]:
     """Lines on how others come to join through this peer: none where the manifest, which is from `source`, names it.
 
-    It may be named by a host that this machine does not know of itself, so peer id and port decide.
+    Without a `source` it is that of the last start, and the file to change is the founder's. The manifest may name a host
+    that this machine does not know of itself, so peer id and port decide.
     """
     from swarm.network.tcp_address import TcpAddress
 
-    if source is None or manifest is None:
+    if manifest is None:
         return ["join through", *(f"  --network.initial_peers '[\"{address}\"]'" for address in addresses)]
     own = {(address.peer_id, address.port) for address in map(TcpAddress.parse, addresses)}
     listed = [(text, TcpAddress.parse(text)) for text in manifest.bootstrap]
@@ -151,20 +265,15 @@ def join_through(addresses: Sequence[str], source: str | None, manifest: "Manife
         return []
     others = [text for text, address in listed if address.peer_id not in {peer_id for peer_id, _ in own}]
     named = " ".join(f"--bootstrap {text}" for text in (*addresses[:1], *others))
-    file = shlex.quote(f"{manifest.name}.swarm.toml" if "://" in source else source)
+    of_founder = "manifest.toml" if manifest.silo else f"{manifest.name}.swarm.toml"
+    file = shlex.quote(of_founder if source is None or "://" in source else source)
     key = " --key silo-owner.key" if manifest.silo else ""
     step = f"  swarm create --update {file}{key} {named}"
     elsewhere = [f"  it also has the address {address}" for address in addresses[1:]]
     return ["its address is not in the manifest yet; the founder puts it there with", step, *elsewhere]
 
 
-async def _serve(
-    config: "Config",
-    files: "NodeFolder",
-    identity: "Identity",
-    how_to_join: Callable[[Sequence[str]], list[str]],
-) -> None:
-    """`how_to_join`: lines for the terminal, by the addresses of this peer."""
+async def _serve(start: BootstrapStart, files: "NodeFolder", identity: "Identity") -> None:
     import asyncio
 
     from swarm.machine.stop_signals import obey_stop_signals
@@ -176,7 +285,7 @@ async def _serve(
     from swarm.sharing.index import EntryValidator
     from swarm.silo.silo_transport import node_transport
 
-    stop, metrics = asyncio.Event(), Metrics()
+    config, stop, metrics = start.config, asyncio.Event(), Metrics()
     obey_stop_signals(stop.set)
     transport = node_transport(config, identity, files, EntryValidator(config.swarm_id))
     assert transport is not None, "the network of a bootstrap peer is on"
@@ -197,7 +306,8 @@ async def _serve(
     if config.network.gossip != "off":
         work.append(asyncio.create_task(relay.work(lambda: metrics.count("node/failed_steps"))))
     try:
-        first, *lines = [*how_to_join(transport.addresses()), ""]
+        start.keep(files)
+        first, *lines = [*join_through(transport.addresses(), start.source, start.manifest), ""]
         print(f"{identity.peer_name} serves" + (f"; {first}" if first else ""))
         print("".join(f"{line}\n" for line in lines if line), end="", flush=True)
         while not stop.is_set():

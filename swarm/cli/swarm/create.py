@@ -9,6 +9,7 @@ import typer
 from swarm.cli.arguments import given_layers, take_first, told_by_flags
 from swarm.cli.swarm.passphrase import unlock
 from swarm.errors import ConfigError, IdentityError, ManifestError
+from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
     from swarm.config import Config
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
 
 _OPTIONS = ("--key", "--bootstrap", "--base", "--any-base", "--lineage", "--description", "--update", "--force")
 _FLAGS = {"network.initial_peers": "--bootstrap"}
+_SETTING = {
+    "tasks": ("tasks", "sources"),
+    "held_out_share": ("tasks", "held_out_share"),
+    "common_tasks": ("sharing", "common_tasks"),
+    "solved_groups": ("sharing", "solved_groups"),
+    "gossip": ("network", "gossip"),
+}
+"""{what a manifest decides: the setting that gives it}."""
 
 
 def create(
@@ -40,11 +49,17 @@ def create(
     ),
     description: str = typer.Option(None, help="One line about the swarm."),
     update: Path = typer.Option(
-        None, metavar="FILE", help="Sign a manifest of yours anew with these bootstrap addresses; its id stays."
+        None,
+        metavar="FILE",
+        help="Sign the next edition of a manifest of yours, with what is given; all else stays, also its id.",
     ),
     force: bool = typer.Option(False, "--force", help="Overwrite the file."),
 ) -> None:
     """Found a swarm: write NAME.swarm.toml, which others join with.
+
+    With --update it signs the next edition of that file. Members go on when
+    addresses or the description change; what changes beyond that is printed, and
+    they must agree to it.
 
     Reads: settings for tasks, base and limits; with --update the manifest.
     Writes: NAME.swarm.toml, and the founder's key where there is none.
@@ -52,23 +67,27 @@ def create(
     Examples:
       swarm create friends --description "sums and spelling"
       swarm create --update friends.swarm.toml --bootstrap ADDRESS
+      swarm create --update friends.swarm.toml --sharing.max_group_size 16
 
     Exit codes: 0 done, 3 settings, 4 key, 6 tasks, 12 manifest.
     """
     from swarm.records import identity as identities
 
     name, settings = take_first(arguments or [])
-    if (name is None) == (update is None) or (update and (settings or base or any_base or lineage)):
-        raise ConfigError(
-            "swarm create needs a name, or --update FILE with --bootstrap and --description only; see --help"
-        )
+    if update is not None and name is not None and name.endswith(".toml"):  # settings, since no name is needed
+        name, settings = None, arguments
+    if (name is None) == (update is None):
+        raise ConfigError("swarm create needs a name, or --update FILE, and not both; see --help")
     if update is not None:
         if not key.exists():
             raise IdentityError(
                 f"only its founder can sign a manifest anew, got no key at {key}; name the founder's key with --key"
             )
-        manifest = _updated(update, identities.load(key, unlock), bootstrap, description)
-        print(f"signed edition {manifest.edition} of {manifest.name} in {update}; send it to those who join")
+        words = {"bootstrap": bootstrap, "bases": base, "lineages": lineage}
+        content: dict[str, Any] = {key: given for key, given in words.items() if given}
+        content |= {"bases": [], "lineages": lineage} if any_base else {}
+        content |= {} if description is None else {"description": description}
+        _update(update, identities.load(key, unlock), settings, content)
         return
     assert name is not None
     path = Path(f"{name}.swarm.toml")
@@ -138,16 +157,43 @@ def _write_new(path: Path, key: Path, name: str, content: dict[str, Any]) -> Non
     print(f"  send {path} to those who join, and tell them your id; they run: swarm join {path}")
 
 
-def _updated(path: Path, founder: "Identity", bootstrap: list[str], description: str | None) -> "Manifest":
-    from swarm.manifest import manifest as manifests
+def _update(path: Path, founder: "Identity", settings: list[str], content: dict[str, Any]) -> None:
+    """Sign the next edition of the manifest in `path`, and print what it changes. `content`: what options give of it."""
     from swarm.manifest.files import read_manifest, write_text
+    from swarm.manifest.manifest import changed, changes, dump
+
+    known = read_manifest(str(path))
+    if founder.peer_id == known.founder:  # else `dump` refuses, and before that nothing is to be looked up
+        content = _content_of(known, settings, content.get("bootstrap", [])) | content
+    later = changed(known, **content)
+    write_text(path, dump(later, founder))
+    print(f"signed edition {later.edition} of {later.name} in {path}; send it to those who join")
+    if found := changes(known, later):
+        print("it changes:", *(f"  {plain(line)}" for line in found), sep="\n")
+        print(f"members must agree to that: swarm join {path} --accept-edition {later.edition}")
+    else:
+        print("it changes nothing that members must agree to")
+
+
+def _content_of(known: "Manifest", settings: list[str], bootstrap: list[str]) -> dict[str, Any]:
+    """What `settings` say of the content of the next edition of `known`: nothing of what they leave out."""
+    from swarm.config import Layer, origin_in, resolve
+    from swarm.manifest.joining import check_tasks, decisions
     from swarm.network.tcp_address import parse_setting
 
     with told_by_flags(_FLAGS):
         parse_setting("initial_peers", bootstrap)
-    changed_text = {} if description is None else {"description": description}
-    manifest = manifests.changed(
-        read_manifest(str(path)), **({"bootstrap": bootstrap} if bootstrap else {}), **changed_text
-    )
-    write_text(path, manifests.dump(manifest, founder))
-    return manifest
+    layers = given_layers(settings, _OPTIONS)
+    says, has = origin_in(layers), decisions(known.model_copy(update={"tasks": ()}), {})
+    del has["swarm"], has["tasks"]["sources"]
+    config = resolve([Layer("manifest", has), *layers, Layer("swarm create", {"tasks": {"sandboxed": True}})])
+    if says(_SETTING["tasks"]):
+        check_tasks(config.tasks)
+    content = manifest_content(config)
+    given = {key: content[key] for key, setting in _SETTING.items() if says(setting)}
+    limits = {key: limit for key, limit in content["limits"].items() if says(("sharing", key))}
+    if limits:
+        given["limits"] = known.limits.model_dump(exclude_none=True) | limits
+    if says(("policy", "base")) or says(("policy", "revision")):
+        given["bases"] = [config.policy.base + pinned_revision(config)]
+    return given

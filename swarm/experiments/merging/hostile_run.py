@@ -213,7 +213,10 @@ class HostileRun:
             everybody = [*transports, *(one.transport for one in hostile), joining]
             for transport in everybody:
                 await transport.start()
-            working = [asyncio.create_task(repeat(donor.step, on_failure=lambda: None)) for donor in donors]
+            working = [
+                asyncio.create_task(repeat(donor.step, "offer the adapter to newcomers", on_failure=lambda: None))
+                for donor in donors
+            ]
             await asyncio.sleep(0.1)
             for donor, weights in zip(donors, own, strict=True):
                 donor.keep(merger.snapshot(weights, 0))

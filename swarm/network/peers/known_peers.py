@@ -38,7 +38,7 @@ from swarm.network.peers.dialling import (
 from swarm.network.peers.surroundings import Change, Surroundings
 from swarm.network.reach.reachability import interleaved_by_network
 from swarm.network.tcp_address import TcpAddress
-from swarm.observability.plain_text import counted
+from swarm.observability.plain_text import counted, none_answers
 
 if TYPE_CHECKING:
     from swarm.network.hivemind.session import HivemindSession
@@ -337,7 +337,7 @@ class Joining:
         self._was_connected = bool(num_others)
         if not num_others:
             level = logging.WARNING if is_news else logging.DEBUG
-            logger.log(level, "none of %d known peers answers; this node continues alone and keeps trying", num_known)
+            logger.log(level, "%s; this node continues alone and keeps trying", none_answers(num_known))
             return
         # A node that hosts the index has one, and others have nothing to add to it.
         level = (logging.INFO if session.hosts_index else logging.WARNING) if is_news else logging.DEBUG

@@ -26,7 +26,7 @@ from swarm.network.peers.dialling import Reach, group_of, may_be_named, network_
 from swarm.network.reach.dial_back import answers_as
 from swarm.network.tcp_address import TcpAddress, parsed
 from swarm.network.transport import RequestRefused
-from swarm.observability.plain_text import counted
+from swarm.observability.plain_text import counted, none_answers
 
 logger = logging.getLogger(__name__)
 
@@ -361,7 +361,7 @@ class Surveyed:
         if self.num_connected == 0 and self.num_known:
             is_seen, remedy = ", and none has dialled this node", "forward the TCP port of one node on its router, "
             return (
-                f"none of {counted(self.num_known, 'known peer')} answers{'' if self.was_dialled else is_seen}: start a "
+                f"{none_answers(self.num_known)}{'' if self.was_dialled else is_seen}: start a "
                 f"bootstrap peer again, {'' if self.was_dialled else remedy}or add the address of a running node to "
                 "network.initial_peers"
             )
