@@ -67,12 +67,14 @@ class _Checked(BaseModel):
 
 class _Curve(_Checked):
     start: Annotated[list[Count], Field(max_length=_MAX_CURVE_POINTS)] = []
+    time_s: Annotated[list[Number | None], Field(max_length=_MAX_CURVE_POINTS)] = []
+    """Empty of a node whose version does not tell it."""
     reward: Annotated[list[Number | None], Field(max_length=_MAX_CURVE_POINTS)] = []
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if len(self.start) != len(self.reward):
-            raise ValueError("a curve must have a reward for each start")
+        if len(self.start) != len(self.reward) or len(self.time_s) not in (0, len(self.start)):
+            raise ValueError("a curve must have a reward and a time for each start")
         return self
 
 

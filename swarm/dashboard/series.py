@@ -96,10 +96,14 @@ class Evaluations:
             self._rows.pop()
 
     def means(self, max_points: int) -> dict[str, list[Any]]:
-        """{"start", "reward"}: of at most so many evaluations, the newest among them."""
+        """{"start", "time_s", "reward"}: of at most so many evaluations, the newest among them."""
         step = -(-len(self._rows) // max_points) or 1
         chosen = self._rows[::-1][::step][::-1]
-        return {"start": [number for number, *_ in chosen], "reward": [mean for _, mean, *_ in chosen]}
+        return {
+            "start": [number for number, *_ in chosen],
+            "time_s": [_full_seconds(time_s) for *_, time_s in chosen],
+            "reward": [mean for _, mean, *_ in chosen],
+        }
 
     def points(self) -> dict[str, Any]:
         """{"start": rounds, "time_s", "mean", "sources": {name: values}}; None where a source was not evaluated."""
@@ -207,11 +211,12 @@ class Series:
         return self.points(max(0, len(self._buckets) - 1))
 
     def rewards(self, max_points: int) -> dict[str, list[Any]]:
-        """{"start", "reward"}: means only, of at most so many buckets."""
+        """{"start", "time_s", "reward"}: means only, of at most so many buckets."""
         step = -(-len(self._buckets) // max_points) or 1
         groups = [self._buckets[place : place + step] for place in range(0, len(self._buckets), step)]
         merged = [_merged(group) for group in groups]
-        return {"start": [b.start for b in merged], "reward": [b.values("reward")[0] for b in merged]}
+        places = {"start": [b.start for b in merged], "time_s": [_full_seconds(b.end_s) for b in merged]}
+        return {**places, "reward": [b.values("reward")[0] for b in merged]}
 
     def _of_members(self, row: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """(name of the spread, mean reward) of each task source and reward signal of a row; names beyond the bound are left
@@ -250,6 +255,10 @@ def _merged(buckets: list[_Bucket], start: int | None = None) -> _Bucket:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and abs(value) < 1e300  # NaN fails
+
+
+def _full_seconds(time_s: float | None) -> int | None:
+    return None if time_s is None else round(time_s)
 
 
 def _short(value: float) -> float:

@@ -497,6 +497,77 @@ def test_after_a_night_the_page_says_what_was_an_hour_ago_what_stood_still_and_h
         assert text(browser, "#still").startswith("No round ended for 3.0 h, until ")
 
 
+MARKS = (
+    "[...document.querySelectorAll('figure:nth-child(2) .grid text[text-anchor=middle]')].map(one => one.textContent)"
+)
+AXIS = MARKS.replace("'figure", "'#charts-now figure")
+PIECES = "document.querySelector('#charts-now figure:nth-child(2) .line').getAttribute('d').match(/M/g).length"
+
+
+def test_by_time_a_curve_has_clock_marks_and_a_gap_where_the_node_was_off_and_the_address_keeps_it(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    browser.call("Emulation.setTimezoneOverride", timezoneId="Asia/Kolkata")  # half an hour beside full hours
+    noon, rng = 1_700_000_000 // 86400 * 86400 + 43_200 - 19_800, random.Random(0)
+    times = [noon + 60 * number + (10_800 if number > 40 else 0) for number in range(1, 101)]
+    rows = [round_row(number, rng) | {"time_s": time_s} for number, time_s in enumerate(times, 1)]
+    rows.insert(0, evaluation_row(0, "start", 0.2) | {"time_s": noon})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving(tmp_path) as node:
+        node.loop.call_soon_threadsafe(node.page.show_status, status(3, rows[-1]))
+        open_live(browser, node)
+        browser.wait_for(f"{AXIS}.join() === '0,20,40,60,80,100' && {PIECES} === 1")
+        browser.run("document.querySelector('#axis input').focus()")
+        browser.press("ArrowRight")
+        browser.wait_for(f"{PIECES} === 2")
+        assert browser.run(AXIS) == ["14 Nov 12:00", "13:00", "14:00", "15:00", "16:00"]
+        assert browser.run("location.search") == "?x=time"
+        look_at(browser, "learning")
+        browser.run("history.back(); history.back()")
+        browser.wait_for(f"location.search === '' && {PIECES} === 1")
+        assert browser.run("document.querySelector('#axis input').checked")
+        browser.resize(380, 800)
+        open_live(browser, node, "?x=time")
+        browser.wait_for(f"{AXIS}.join() === '14 Nov 12:00,14:00,16:00'")
+        assert browser.run("document.documentElement.scrollWidth") <= 380
+        browser.run("document.querySelectorAll('[role=slider]')[1].focus()")
+        browser.press("Home")
+        read = "document.querySelectorAll('[role=slider]')[1].getAttribute('aria-valuetext')"
+        assert browser.run(read).startswith("round 1, 14 Nov 12:01: ")
+        open_live(browser, node, "?x=<b>&from=1")
+        browser.wait_for(f"{AXIS}.join() === '0,20,40,60,80,100'")
+        assert complaints(browser, node) == []
+    browser.call("Emulation.setTimezoneOverride", timezoneId="")
+
+
+def test_runs_that_started_at_different_times_are_compared_since_their_start_and_by_the_clock(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    for number, begin in enumerate((1_700_000_000, 1_700_050_000)):
+        folder = tmp_path / "testbed" / f"node-{number}"
+        folder.mkdir(parents=True)
+        rows = [round_row(one, random.Random(0)) | {"time_s": begin + 36.0 * one} for one in range(1, 201)]
+        rows += [evaluation_row(one, "interval", 0.5) | {"time_s": begin + 36.0 * one} for one in (0, 100, 200)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        told = status(0, rows[199]) | {"pid": 2**22 + 1, "addresses": [], "phase": "ended", "started_at": begin}
+        (folder / "status.json").write_text(json.dumps(told))
+    spans = (
+        "[...document.querySelectorAll('#charts figure:last-child .line')].map(line =>"
+        " { const box = line.getBBox(); return [box.x, box.x + box.width].map(Math.round); })"
+    )
+    with serving_overview(tmp_path / "testbed") as url:
+        browser.open(url + "?x=start")
+        browser.wait_for(f"{spans}.length === 2 && {MARKS}.join() === '0.0 h,0.5 h,1.0 h,1.5 h,2.0 h'")
+        (first, second) = browser.run(spans)
+        assert first == second
+        browser.run("document.querySelectorAll('#axis input')[2].click()")
+        browser.wait_for(f"{MARKS}.length > 3 && {MARKS}.some(text => text.includes(':00'))")
+        (first, second) = browser.run(spans)
+        assert first[1] < second[0] - 100
+        assert browser.run("location.search") == "?x=time"
+        assert text(browser, "#axis-note") == ""
+
+
 def test_an_overview_says_which_node_is_down_and_why_and_leaves_those_that_ended_in_order(
     browser: Chromium, tmp_path: Path
 ) -> None:

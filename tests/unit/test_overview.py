@@ -124,8 +124,10 @@ async def test_a_name_with_several_addresses_is_several_nodes_and_is_looked_up_a
 
 ODD_PARTS = (
     b'"curve": 5', b'"curve": {"start": "ab"}', b'"curve": {"start": [1]}', b'"curve": {"start": [-5], "reward": [1]}',
-    b'"curve": {"start": [1e999], "reward": [1]}', b'"curve": {"start": [1], "reward": ["1"]}', b'"round": "1"',
-    b'"held_out": {"start": [1]}', b'"exchange": [{}]', b'"exchange": [{"peer_id": "a", "groups_admitted": -1}]',
+    b'"held_out": {"start": [1], "reward": [1], "time_s": [1, 2]}', b'"curve": {"start": [1e999], "reward": [1]}',
+    b'"curve": {"start": [1], "reward": [1], "time_s": ["now"]}', b'"curve": {"start": [1], "reward": ["1"]}',
+    b'"round": "1"', b'"held_out": {"start": [1]}', b'"exchange": [{}]',
+    b'"exchange": [{"peer_id": "a", "groups_admitted": -1}]',
     b'"exchange": [' + b",".join([b'{"peer_id": "a"}'] * 65) + b"]", b'"reward": [1]',
     b'"tokens_per_s": true', b'"peers": {}', b'"started_at": "now"', b'"phase": null',
 )  # fmt: skip
@@ -194,7 +196,8 @@ async def test_folders_are_nodes_too_and_one_that_has_ended_is_shown_from_its_fi
         assert listed["node-2"]["summary"]["advice"] == ["line 0", "line 1", "line 2"]
         ended = listed["node-10"]
         assert not ended["is_alive"] and ended["address"] == "" and "it ended after round 3" in ended["error"]
-        assert ended["summary"]["held_out"] == {"start": [0, 3], "reward": [0.25, 0.75]}
+        assert ended["summary"]["held_out"] == {"start": [0, 3], "time_s": [1000.0, 1003.0], "reward": [0.25, 0.75]}
+        assert ended["summary"]["curve"]["time_s"] == pytest.approx([row["time_s"] for row in rows[1:-1]], abs=0.5)
         assert ended["summary"]["exchange"] == [{"peer_id": "12D", "groups_admitted": 5, "bodies_taken": 2}]
         assert len(ended["summary"]["curve"]["start"]) == 3 and ended["summary"]["verdict"] == "not running"
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))

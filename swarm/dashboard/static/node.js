@@ -1,6 +1,7 @@
 // The page of one node.
 
-import { Chart } from "./chart.js";
+import { follow } from "./axis.js";
+import { Chart, redraw } from "./chart.js";
 import { Controls, removeControls } from "./controls.js";
 import { ago, byId, bytes, duration, fillFacts, make, moment, number, say, short, showIf } from "./dom.js";
 import { Live } from "./live.js";
@@ -9,7 +10,7 @@ import { Rollouts } from "./rollouts.js";
 import { Table } from "./table.js";
 
 const NO_EVALUATIONS = { start: [], time_s: [], mean: [], sources: {} };
-const view = { status: {}, peers: [], series: { start: [], width: 1 }, evaluations: NO_EVALUATIONS, merges: [], reasons: {}, swarm: "", mergesAdapters: false, maxRounds: null, skewS: 0, dirty: new Set() };
+const view = { status: {}, peers: [], series: { start: [], width: 1 }, evaluations: NO_EVALUATIONS, merges: [], reasons: {}, swarm: "", mergesAdapters: false, maxRounds: null, isLoading: false, skewS: 0, dirty: new Set() };
 const nowS = () => Date.now() / 1000 + view.skewS;
 const isViewed = document.body.dataset.mode === "viewed";
 
@@ -19,7 +20,7 @@ const isViewed = document.body.dataset.mode === "viewed";
 const NOW = {
   held_out: ["Reward on held-out tasks", { floor: 0, lines: true }],
   reward: ["Reward of sampled answers", { floor: 0 }],
-  share: ["Groups trained on, by round", { floor: 0, lines: true }],
+  share: ["Groups trained on in a round", { floor: 0, lines: true }],
   tokens_per_s: ["Throughput", { unit: " tokens/s", floor: 0 }],
 };
 const LEARNING = {
@@ -133,10 +134,12 @@ function open() {
     else link.removeAttribute("aria-current");
   }
   for (const id of ["tiles", "advice"]) byId(id).classList.toggle("elsewhere", name !== "now");
+  showIf(byId("tools"), name === "now" || name === "learning");
   if (name === "config") loadSettings();
 }
 addEventListener("hashchange", () => { open(); scrollTo(0, 0); });
 open();
+follow(["round", "time"], redraw);
 
 // ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -158,7 +161,7 @@ const PARTS = {
     for (const name of METRICS) if (charts.has(name)) charts.get(name).show({ ...places, ...view.series[name] });
     charts.get("share").show({ ...places, curves: [{ name: "own", values: view.series.own?.mean || [] }, { name: "of peers", values: view.series.swarm?.mean || [] }] });
     for (const family of FAMILIES) showCurves(family, { ...places, curves: named(view.series[family]) });
-    say(byId("curves-note"), !start.length ? "The curves begin with the first round."
+    say(byId("curves-note"), !start.length ? (view.isLoading ? "Earlier rounds are being read." : "The curves begin with the first round.")
       : width > 1 ? `One point for ${number(width)} rounds: the line is their smoothed mean, the shaded area shows minimum and maximum. Arrow keys read values.`
         : "One point per round; the bold line is smoothed. Arrow keys read values.");
     const still = longestPause(time_s || []);
@@ -302,7 +305,7 @@ function mark(...parts) {
 function takeState(state) {
   for (const family of FAMILIES) state.series[family] = Object.assign(Object.create(null), state.series[family]);  // names are anybody's
   view.skewS = state.now_s - Date.now() / 1000;
-  Object.assign(view, { status: state.status, peers: state.peers, series: state.series, evaluations: state.evaluations || NO_EVALUATIONS, merges: state.merges, reasons: state.reasons, swarm: state.swarm, mergesAdapters: state.merges_adapters, maxRounds: state.max_rounds });
+  Object.assign(view, { status: state.status, peers: state.peers, series: state.series, evaluations: state.evaluations || NO_EVALUATIONS, merges: state.merges, reasons: state.reasons, swarm: state.swarm, mergesAdapters: state.merges_adapters, maxRounds: state.max_rounds, isLoading: state.is_loading });
   say(byId("version"), `swarm ${state.version}`);
   if (controls) controls.show(state.controls);
   rollouts.announce(state.rollouts);
