@@ -2,7 +2,7 @@
 
 GET /                       all nodes
 GET /node/KEY/              the page of one, from this package; only its data comes from the node
-GET /node/KEY/api/…         state, rollouts and events, passed on
+GET /node/KEY/api/…         state, rollouts, logs and events, passed on; of a node that has ended from its files
 
 It asks the nodes repeatedly for their state. A name with several addresses stands for several nodes. A folder stands for the
 nodes in it; of one that has ended its files are shown.
@@ -15,7 +15,6 @@ import asyncio
 import ipaddress
 import socket
 import time
-import tomllib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,12 +30,19 @@ from starlette.routing import BaseRoute, Route
 from swarm import __version__
 from swarm.config import ObservabilitySection
 from swarm.dashboard.feed import MAX_STREAMS, EventPlaces, EventResponse
-from swarm.dashboard.node_page import MAX_ADVICE, read_history, rollout_query, summary_of
+from swarm.dashboard.node_page import (
+    MAX_ADVICE,
+    EndedNodes,
+    folder_settings,
+    log_query,
+    read_history,
+    rollout_query,
+    summary_of,
+)
 from swarm.dashboard.shown import shown
 from swarm.dashboard.static_files import StaticFiles
 from swarm.errors import ConfigError, NodeNotRunningError
-from swarm.machine.node_folder import MAX_CONFIG_BYTES
-from swarm.machine.safe_files import parse_json, read_file
+from swarm.machine.safe_files import parse_json
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
 from swarm.observability.status_file import NodeStatus, inner_folders, judge, read_status, shown_from
@@ -125,6 +131,8 @@ class WatchedNode:
     """The last one that came."""
     seen_at: float = 0.0
     """Seconds since the epoch; 0: it never answered."""
+    folder: Path | None = None
+    """Where the files of a node that no address leads to are."""
     error: str = "not asked yet"
     """Why it says nothing; empty while it answers."""
 
@@ -196,6 +204,7 @@ class NodeWatch:
                 "address": node.address,
                 "label": node.label,
                 "is_alive": not node.error,
+                "has_page": bool(node.address or node.folder),
                 "error": node.error,
                 "seen_at": node.seen_at,
                 "summary": node.summary,
@@ -250,13 +259,13 @@ def _in_folders(folders: Sequence[Path], known: Mapping[str, WatchedNode]) -> li
             try:
                 status = read_status(part / "status.json")
                 if not status.is_alive:
-                    ended = WatchedNode("", label, seen_at=status.written_at)
+                    ended = WatchedNode("", label, seen_at=status.written_at, folder=part)
                     found.append(known.get(ended.key) or _ended(part, ended, status))
                 elif status.http_port:
                     host, port = page_place(part, status.http_port)
                     found.append(WatchedNode(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", label))
                 else:
-                    found.append(WatchedNode("", label, error="it serves no page (observability.http)"))
+                    found.append(WatchedNode("", label, folder=part, error="it serves no page (observability.http)"))
             except (NodeNotRunningError, ConfigError) as error:
                 found.append(WatchedNode("", label, error=str(shown(str(error)))[:200]))
     return found
@@ -279,11 +288,7 @@ def _ended(folder: Path, node: WatchedNode, status: NodeStatus) -> WatchedNode:
 def page_place(folder: Path, port: int) -> tuple[str, int]:
     """Host and port of the page of a folder's node, which must be on this machine: the folder may be somebody else's, and what
     it names is asked, or opened in a browser. Raises ConfigError."""
-    try:
-        settings = tomllib.loads(read_file(folder / "config.toml", MAX_CONFIG_BYTES).decode())
-    except (OSError, ValueError, RecursionError):
-        settings = {}
-    section = settings.get("observability")
+    section = folder_settings(folder).get("observability")
     host = section.get("http_host", "127.0.0.1") if isinstance(section, dict) else "127.0.0.1"
     if not _is_of_this_machine(host):
         raise ConfigError(
@@ -325,7 +330,9 @@ def _order(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[int, int]
 _MAX_STATE_BYTES = 8 << 20
 _SILENCE_S = 45.0
 """Three heartbeats of a node's events."""
-_PASSED_ON = ("state", "rollouts", "config")
+_PASSED_ON = ("state", "rollouts", "config", "logs")
+_QUERIES: dict[str, Callable[[Request], dict[str, Any]]] = {"rollouts": rollout_query, "logs": log_query}
+"""What of a request is passed on, checked."""
 
 
 class Overview:
@@ -336,6 +343,7 @@ class Overview:
         limits = httpx.Limits(max_connections=MAX_STREAMS + 32, max_keepalive_connections=32)
         self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False, limits=limits, timeout=_SILENCE_S)
         self.watch = NodeWatch(targets, self._client)
+        self._ended = EndedNodes()
         self._files = StaticFiles()
         self._places = EventPlaces()
         self._server = HttpServer(config, Metrics(), self._health, self._routes())
@@ -393,11 +401,13 @@ class Overview:
 
     async def _pass_on(self, request: Request) -> Response:
         node, what = self._node(request), request.path_params["what"]
-        if node is None or not node.address or what not in _PASSED_ON:
+        if node is None or what not in _PASSED_ON:
             return _no_such_node()
+        if node.folder is not None:
+            return await self._ended.answer(node.folder, what, request) or _no_such_node()
         try:
-            kind, find, page = rollout_query(request)
-            query = "?" + urlencode({"kind": kind, "find": find, "page": page}) if what == "rollouts" else ""
+            asked = _QUERIES[what](request) if what in _QUERIES else {}
+            query = f"?{urlencode(asked)}" if asked else ""
             status, content = await self.watch.fetch(node, f"api/{what}{query}", _MAX_STATE_BYTES)
         except (OSError, TimeoutError, httpx.HTTPError, ValueError, RecursionError):
             return JSONResponse({"error": "the node does not answer"}, status_code=502)

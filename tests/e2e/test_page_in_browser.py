@@ -266,7 +266,7 @@ def test_tables_sort_and_charts_are_read_by_keyboard(browser: Chromium, node: Se
     assert browser.run(f"{pad}.getAttribute('aria-valuetext')").startswith("round 1, ")
 
 
-VIEWS = ("now", "learning", "swarm", "rollouts", "config")
+VIEWS = ("now", "learning", "swarm", "rollouts", "logs", "config")
 THEMES = [("light", 1200), ("dark", 1200), ("light", 390), ("dark", 390)]
 CONTRASTS = """(() => {
   const channel = (v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
@@ -421,6 +421,40 @@ def test_rollouts_are_searched_and_turned_over_by_page(browser: Chromium, node: 
     browser.run(search % json.dumps(HOSTILE))
     browser.wait_for("document.querySelectorAll('#groups details').length === 0")
     assert "<img src=x" in text(browser, "#rollouts-note") and browser.run("window.owned") is None
+    assert complaints(browser, node) == []
+
+
+def test_the_log_is_read_filtered_and_goes_on_and_its_text_is_text(browser: Chromium, node: ServedPage) -> None:
+    fill(node)
+    levels = ("INFO", "INFO", "WARNING", "ERROR")
+    lines = [f"2026-11-25 03:55:{n % 60:02},123 {levels[n % 4]:<7} swarm.x: line {n} {HOSTILE!r}\n" for n in range(400)]
+    log = node.folder / "logs" / "run-0001.log"
+    log.parent.mkdir()
+    log.write_text("".join(lines))
+    open_live(browser, node, "#logs")
+    shown = "[...document.querySelectorAll('#log-lines li')]"
+    browser.wait_for(f"{shown}.length === 300")
+    assert browser.run(f"{shown}.at(-1).textContent").startswith("2026-11-25 03:55:39 ERROR swarm.x line 399 '<img")
+    assert browser.run("window.owned") is None
+    region = "document.getElementById('log-lines')"
+    assert browser.run(
+        f"{region}.scrollTop > 100 && {region}.scrollHeight - {region}.scrollTop - {region}.clientHeight < 2"
+    )
+    browser.run(f"window.kept = {shown}.at(-1)")
+    with log.open("a") as file:
+        file.write("2026-11-25 03:56:00,123 INFO    swarm.x: one more at 10.0.0.7\n")
+    browser.wait_for(f"{shown}.at(-1).textContent.endsWith('one more at …') && {shown}.at(-2) === window.kept")
+    assert browser.run(f"{shown}.length") == 300
+    browser.run("(() => { const one = document.getElementById('logs-level'); one.value = 'error';"
+                " one.dispatchEvent(new Event('change')); })()")  # fmt: skip
+    browser.wait_for(
+        f"{shown}.length === 100 && {shown}.every(one => one.querySelector('.level').textContent === 'ERROR')"
+    )
+    assert browser.run(f"getComputedStyle({shown}[0]).borderLeftStyle") == "double"
+    browser.run("(() => { const one = document.getElementById('logs-find'); one.value = 'LINE 39';"
+                " one.dispatchEvent(new Event('input')); })()")  # fmt: skip
+    browser.wait_for(f"{shown}.length === 4")  # 39, 391, 395, 399
+    assert "No line fits" not in text(browser, "#logs-note")
     assert complaints(browser, node) == []
 
 
@@ -587,6 +621,12 @@ def test_an_overview_says_which_node_is_down_and_why_and_leaves_those_that_ended
         states = "[...document.querySelectorAll('#nodes-table td[data-verdict]')].map(one => one.textContent)"
         assert browser.run(states) == ["ended", "not running"]
         assert text(browser, "#tiles div:nth-child(2) dd") == "0.25 → 0.75"
+        browser.run("document.querySelector('#nodes-table a').click()")
+        browser.wait_for("document.getElementById('live')?.dataset.state === 'ended'")
+        browser.wait_for("document.querySelector('#tiles dd')?.textContent === '0.25 → 0.75'")
+        assert browser.run("[...document.querySelectorAll('nav a')].filter(one => !one.hidden).map(one => one.hash)") == [
+            "#now", "#learning", "#swarm", "#logs",
+        ]  # fmt: skip
 
 
 def test_a_page_of_a_node_that_has_just_started_says_so(browser: Chromium, node: ServedPage) -> None:

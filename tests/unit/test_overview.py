@@ -201,7 +201,27 @@ async def test_folders_are_nodes_too_and_one_that_has_ended_is_shown_from_its_fi
         assert ended["summary"]["exchange"] == [{"peer_id": "12D", "groups_admitted": 5, "bodies_taken": 2}]
         assert len(ended["summary"]["curve"]["start"]) == 3 and ended["summary"]["verdict"] == "not running"
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
-        assert (await client.get(f"{base}node/{ended['key']}/api/state")).status_code == 404
+        there = f"{base}node/{ended['key']}/"
+        state = (await client.get(f"{there}api/state")).json()
+        assert state["is_ended"] and state["status"]["verdict"] == "not running"
+        assert state["series"]["start"] == [1, 2, 3] and state["evaluations"]["mean"] == [0.25, 0.75]
+        assert not state["status"].keys() & {"pid", "failure"} and state["peers"][0]["peer_id"] == "12D"
+        for what in ("rollouts", "config", "events", "summary"):
+            assert (await client.get(f"{there}api/{what}")).status_code == 404
+        assert "settings" in (await client.get(f"{base}node/{listed['node-3']['key']}/api/config")).json()
+        for number in (2, 10):
+            (tmp_path / "testbed" / f"node-{number}" / "logs").mkdir()
+            line = "2026-11-25 03:55:47,123 INFO    swarm.x: <b>ended</b> at 10.0.0.2\n"
+            (tmp_path / "testbed" / f"node-{number}" / "logs" / "run-0001.log").write_text(line)
+        assert (await client.get(f"{there}api/logs")).status_code == 401  # nothing says that it is of no silo
+        for number, settings in ((2, '[swarm]\nsilo_owner = "x"\n'), (10, '[swarm]\nname = "x"\n')):
+            (tmp_path / "testbed" / f"node-{number}" / "config.toml").write_text(settings)
+        (one,) = (await client.get(f"{there}api/logs?level=info&find=%3Cb")).json()["records"]
+        assert one["message"] == "<b>ended</b> at …"
+        assert (await client.get(f"{base}node/{listed['node-2']['key']}/api/logs")).status_code == 401
+        (tmp_path / "testbed" / "node-10" / "status.json").write_text("{}")
+        overview._ended._readings._tasks.clear()
+        assert (await client.get(f"{there}api/state")).status_code == 503
         kept = overview.watch.nodes[ended["key"]]
         await overview.watch.resolve()
         assert overview.watch.nodes[ended["key"]] is kept  # its files are read once

@@ -5,12 +5,13 @@ import { Chart, redraw } from "./chart.js";
 import { Controls, removeControls } from "./controls.js";
 import { ago, byId, bytes, duration, fillFacts, make, moment, number, say, short, showIf } from "./dom.js";
 import { Live } from "./live.js";
+import { Logs } from "./logs.js";
 import { SwarmMap } from "./map.js";
 import { Rollouts } from "./rollouts.js";
 import { Table } from "./table.js";
 
 const NO_EVALUATIONS = { start: [], time_s: [], mean: [], sources: {} };
-const view = { status: {}, peers: [], series: { start: [], width: 1 }, evaluations: NO_EVALUATIONS, merges: [], reasons: {}, swarm: "", mergesAdapters: false, maxRounds: null, isLoading: false, skewS: 0, dirty: new Set() };
+const view = { status: {}, peers: [], series: { start: [], width: 1 }, evaluations: NO_EVALUATIONS, merges: [], reasons: {}, swarm: "", mergesAdapters: false, maxRounds: null, isLoading: false, isEnded: false, skewS: 0, dirty: new Set() };
 const nowS = () => Date.now() / 1000 + view.skewS;
 const isViewed = document.body.dataset.mode === "viewed";
 
@@ -112,6 +113,7 @@ async function loadSettings() {
 }
 
 const controls = isViewed ? null : new Controls(() => { rollouts.again(); open(); });
+const logs = new Logs(() => (controls ? controls.headers() : {}));
 const rollouts = new Rollouts(() => (controls ? controls.headers() : {}), () => view.reasons);
 if (isViewed) {
   removeControls();
@@ -122,7 +124,7 @@ if (isViewed) {
 
 // ---- views ---------------------------------------------------------------------------------------------------------
 
-const VIEWS = ["now", "learning", "swarm", "rollouts", "config"];
+const VIEWS = ["now", "learning", "swarm", "rollouts", "logs", "config"];
 
 /** Show the view that the address names, the first one where it names none. */
 function open() {
@@ -136,6 +138,7 @@ function open() {
   for (const id of ["tiles", "advice"]) byId(id).classList.toggle("elsewhere", name !== "now");
   showIf(byId("tools"), name === "now" || name === "learning");
   if (name === "config") loadSettings();
+  logs.see(name === "logs");
 }
 addEventListener("hashchange", () => { open(); scrollTo(0, 0); });
 open();
@@ -238,7 +241,7 @@ function drawStatus() {
   if (document.title !== title) document.title = title;
   say(byId("phase"), s.phase || "starting");
   byId("phase").dataset.phase = s.phase || "starting";
-  say(byId("about"), [s.started_at ? `for ${duration(nowS() - s.started_at)}` : "", view.swarm ? `in the swarm “${view.swarm}”` : ""].filter(Boolean).join(" "));
+  say(byId("about"), [s.started_at && !view.isEnded ? `for ${duration(nowS() - s.started_at)}` : "", view.swarm ? `in the swarm “${view.swarm}”` : ""].filter(Boolean).join(" "));
   say(byId("peer-id"), s.peer_id || "");
   say(byId("verdict"), s.verdict ? `${s.verdict}: ${s.why || ""}` : "");
   byId("verdict").dataset.verdict = s.verdict || "";
@@ -308,7 +311,11 @@ function takeState(state) {
   Object.assign(view, { status: state.status, peers: state.peers, series: state.series, evaluations: state.evaluations || NO_EVALUATIONS, merges: state.merges, reasons: state.reasons, swarm: state.swarm, mergesAdapters: state.merges_adapters, maxRounds: state.max_rounds, isLoading: state.is_loading });
   say(byId("version"), `swarm ${state.version}`);
   if (controls) controls.show(state.controls);
-  rollouts.announce(state.rollouts);
+  if (state.is_ended) {  // they were in its memory
+    view.isEnded = logs.isEnded = true;
+    byId("controls").replaceChildren();
+    for (const one of ["rollouts", "config"]) showIf(document.querySelector(`nav a[href="#${one}"]`), false);
+  } else rollouts.announce(state.rollouts);
   mark("status", "peers", "series", "evaluations", "merges");
 }
 

@@ -80,7 +80,7 @@ function exchange(nodes) {
 }
 
 function link(cell, node) {
-  if (!node.address) {
+  if (!node.has_page) {
     say(cell, nameOf(node));
     return;
   }
