@@ -130,6 +130,7 @@ class NodePage:
         return [
             Route("/", self._get_page),
             Route("/api/state", self._get_state),
+            Route("/api/series", self._get_series),
             Route("/api/summary", self._get_summary),
             Route("/api/rollouts", self._get_rollouts),
             Route("/api/config", self._get_config),
@@ -205,6 +206,10 @@ class NodePage:
 
     async def _get_state(self, request: Request) -> Response:
         return JSONResponse(self.state())
+
+    async def _get_series(self, request: Request) -> Response:
+        asked = range_query(request)
+        return JSONResponse(self._series.part(*asked.values())) if asked else _no_range()
 
     async def _get_summary(self, request: Request) -> Response:
         return JSONResponse(self.summary())
@@ -322,6 +327,12 @@ class EndedNodes:
             if what == "state":
                 key = ("state", folder, time.monotonic() // _STATE_KEPT_S)
                 return await self._readings.answer(key, lambda: self._state(folder))
+            if what == "series":
+                asked = range_query(request)
+                if not asked:
+                    return _no_range()
+                key = ("series", folder, *asked.values(), time.monotonic() // _STATE_KEPT_S)
+                return await self._readings.answer(key, lambda: self._history(folder)[0].part(*asked.values()))
             if what == "logs":
                 settings = await asyncio.to_thread(folder_settings, folder)
                 if not settings or _is_of_silo(settings):
@@ -394,6 +405,25 @@ async def logs_answer(readings: Readings, folder: Path, request: Request, is_who
         return await readings.answer(key, lambda: read_logs(folder, **asked, is_whole=is_whole))
     except OSError:
         return JSONResponse({"error": "the logs cannot be read; `swarm logs` says why"}, status_code=503)
+
+
+_MAX_PLACE = 1e12
+
+
+def range_query(request: Request) -> dict[str, Any]:
+    """{"x", "from", "to"} of a request for a part of the curves; empty for a range that cannot be."""
+    asked = request.query_params
+    try:
+        kind, first, last = asked["x"], float(asked["from"]), float(asked["to"])
+    except (KeyError, ValueError):
+        return {}
+    is_range = kind in ("round", "time") and 0 <= first < last <= _MAX_PLACE  # NaN fails
+    return {"x": kind, "from": first, "to": last} if is_range else {}
+
+
+def _no_range() -> Response:
+    told = "x must be round or time, and 0 <= from < to <= 1e12, in rounds or seconds; such as ?x=round&from=0&to=99"
+    return JSONResponse({"error": told}, status_code=400)
 
 
 def log_query(request: Request) -> dict[str, str]:

@@ -35,6 +35,7 @@ from swarm.dashboard.node_page import (
     EndedNodes,
     folder_settings,
     log_query,
+    range_query,
     read_history,
     rollout_query,
     summary_of,
@@ -330,8 +331,10 @@ def _order(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[int, int]
 _MAX_STATE_BYTES = 8 << 20
 _SILENCE_S = 45.0
 """Three heartbeats of a node's events."""
-_PASSED_ON = ("state", "rollouts", "config", "logs")
-_QUERIES: dict[str, Callable[[Request], dict[str, Any]]] = {"rollouts": rollout_query, "logs": log_query}
+_PASSED_ON = ("state", "series", "rollouts", "config", "logs")
+_QUERIES: dict[str, Callable[[Request], dict[str, Any]]] = {
+    "rollouts": rollout_query, "logs": log_query, "series": range_query,
+}  # fmt: skip
 """What of a request is passed on, checked."""
 
 
@@ -411,7 +414,7 @@ class Overview:
             status, content = await self.watch.fetch(node, f"api/{what}{query}", _MAX_STATE_BYTES)
         except (OSError, TimeoutError, httpx.HTTPError, ValueError, RecursionError):
             return JSONResponse({"error": "the node does not answer"}, status_code=502)
-        return JSONResponse(content, status_code=status if status in (200, 401, 503) else 502)
+        return JSONResponse(content, status_code=status if status in (200, 400, 401, 503) else 502)
 
     async def _get_events(self, request: Request) -> Response:
         node = self._node(request)

@@ -574,6 +574,61 @@ def test_by_time_a_curve_has_clock_marks_and_a_gap_where_the_node_was_off_and_th
     browser.call("Emulation.setTimezoneOverride", timezoneId="")
 
 
+def draw_over(browser: Chromium, pad: str, begin: float, end: float) -> None:
+    """Press the mouse at one part of a chart's width, and let it go at another."""
+    x, y, width = browser.run(
+        f"(() => {{ const b = {pad}.getBoundingClientRect(); return [b.x, b.y + 80, b.width]; }})()"
+    )
+    for kind, part in (("mousePressed", begin), ("mouseMoved", (begin + end) / 2), ("mouseReleased", end)):
+        at = x + 44 + part * (width - 56)
+        browser.call("Input.dispatchMouseEvent", type=kind, x=at, y=y, button="left", buttons=1, clickCount=1)
+
+
+def test_a_range_drawn_over_a_curve_is_shown_in_detail_on_all_curves_and_kept_in_the_address(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    rng = random.Random(0)
+    rows = [round_row(number, rng) | {"time_s": 1.7e9 + 10 * number} for number in range(1, 4001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving(tmp_path) as node:
+        node.loop.call_soon_threadsafe(node.page.show_status, status(3, rows[-1]))
+        open_live(browser, node)
+        pad, now = "document.querySelectorAll('[role=slider]')[1]", "document.getElementById('curves-note').textContent"
+        browser.wait_for(f"{now}.startsWith('One point for 16 rounds')")
+        draw_over(browser, pad, 0.25, 0.30)
+        browser.wait_for(f"{now}.startsWith('One point per round')")
+        first, last = browser.run("['from', 'to'].map(one => Number(new URLSearchParams(location.search).get(one)))")
+        assert 980 < first < 1020 and 1180 < last < 1220
+        assert text(browser, "#range") == f"round {first:,} – round {last:,}"
+        assert all(first - 20 <= int(mark.replace(",", "")) <= last + 20 for mark in browser.run(AXIS))
+        found = "[...document.querySelectorAll('#charts-now figure:not([hidden]) .grid')].map(one => one.lastChild.textContent)"
+        assert len(set(browser.run(found))) == 1  # all curves
+        shared = browser.run("location.search")
+        browser.run(f"{pad}.focus()")
+        browser.press("+")
+        browser.wait_for(f"location.search !== {shared!r}")
+        browser.press("Escape")
+        browser.wait_for(f"location.search === '' && {now}.startsWith('One point for 16 rounds')")
+        open_live(browser, node, f"{shared}#learning")
+        browser.wait_for(f"{now}.startsWith('One point per round') && !document.getElementById('view-learning').hidden")
+        browser.run("document.querySelector('#axis input[value=time]').click()")
+        browser.wait_for("location.search.includes('from=17000') && location.search.includes('x=time')")
+        browser.wait_for(f"{now}.startsWith('One point per round')")
+        browser.run("document.getElementById('whole').click()")
+        browser.wait_for(f"location.search === '?x=time' && {now}.startsWith('One point for 16 rounds')")
+        assert browser.run("document.getElementById('whole').hidden")
+        for odd in ("?from=9&to=1", "?from=-1&to=5", "?from=1&to=1e99", "?from=x&to=y", "?x=time&from=1e12&to=1e12"):
+            open_live(browser, node, odd)
+            browser.wait_for(f"{now}.startsWith('One point for 16 rounds')")
+            assert browser.run("document.getElementById('whole').hidden")
+        open_live(browser, node, "?x=time&from=5&to=500")
+        browser.wait_for("document.querySelectorAll('#charts-now .plot.none').length >= 2")
+        assert "nothing in this range" in text(browser, "#charts-now figure:nth-child(2)")
+        browser.run(f"{pad}.dispatchEvent(new MouseEvent('dblclick'))")
+        browser.wait_for("location.search === '?x=time' && !document.querySelector('#charts-now .plot.none')")
+        assert complaints(browser, node) == []
+
+
 def test_runs_that_started_at_different_times_are_compared_since_their_start_and_by_the_clock(
     browser: Chromium, tmp_path: Path
 ) -> None:
@@ -594,6 +649,10 @@ def test_runs_that_started_at_different_times_are_compared_since_their_start_and
         browser.wait_for(f"{spans}.length === 2 && {MARKS}.join() === '0.0 h,0.5 h,1.0 h,1.5 h,2.0 h'")
         (first, second) = browser.run(spans)
         assert first == second
+        draw_over(browser, "document.querySelectorAll('[role=slider]')[1]", 0.0, 0.5)
+        browser.wait_for("location.search.startsWith('?x=start&from=0&to=36')")
+        browser.wait_for(f"{MARKS}.at(-1) === '60 min' || {MARKS}.at(-1) === '1.0 h'")
+        browser.run("document.getElementById('whole').click()")
         browser.run("document.querySelectorAll('#axis input')[2].click()")
         browser.wait_for(f"{MARKS}.length > 3 && {MARKS}.some(text => text.includes(':00'))")
         (first, second) = browser.run(spans)

@@ -122,6 +122,38 @@ class TestSeries:
         assert len(points["sources"]) == len(points["signals"]) == MAX_MEMBERS
         assert points["sources"]["sums"][0] == 0.375  # joined with the bucket beside it
 
+    def test_a_part_of_a_long_run_has_more_detail_within_the_same_bound(self) -> None:
+        series = Series(max_buckets=100)
+        for number in range(1, 100_001):
+            more = {"time_s": 1e9 + 2.0 * number, "train/loss": None if number % 2 else -1.0}
+            series.add(row(number, number / 1e5, **more, **{"rollout/reward_by_source": {"sums": 0.5}}))
+        assert series.points()["width"] == 1024
+        part = series.part("round", 50_000, 50_079)
+        assert part["width"] == 1 and part["start"] == list(range(49_999, 50_081))  # and one on either side
+        assert part["reward"]["mean"][1] == 0.5 and part["time_s"][1] == 1e9 + 100_000
+        assert part["loss"]["mean"][:3] == [None, -1.0, None] and part["sources"] == {"sums": [0.5] * 82}
+        assert series.part("time", 1e9 + 100_000, 1e9 + 100_158) == part
+        assert part["kl"] == {kind: [None] * 82 for kind in ("mean", "min", "max")}
+        part = series.part("round", 2_000, 3_000)
+        assert part["width"] == 16 and part["start"][0] == 1984 and len(part["start"]) <= 104
+        first = part["start"].index(2000)
+        assert [part["reward"][kind][first] for kind in ("min", "mean", "max")] == [0.02, 0.020075, 0.02015]
+        for kind, first, last in (("round", 0, 1e12), ("time", 0, 1e12), ("round", 1e6, 2e6), ("time", 1, 2)):
+            assert len(series.part(kind, first, last)["start"]) <= 104
+        json.dumps(series.part("round", 99_990, 1e12), allow_nan=False)
+        assert Series().part("time", 1, 2)["start"] == []
+
+    def test_the_oldest_rounds_are_forgotten_one_by_one_and_a_restart_undoes_them_too(self) -> None:
+        series = Series(max_buckets=8, max_rounds=64)
+        for number in range(200):
+            series.add(row(number, number / 200, time_s=float(number)))
+        assert series.part("round", 10, 13)["width"] == series.points()["width"] == 32
+        assert series.part("round", 10, 13)["start"] == [0, 32]
+        assert series.part("round", 190, 195)["start"] == list(range(189, 197))
+        series.add(row(192, 9e299, time_s=1.0))
+        assert series.part("round", 190, 195)["start"] == [189, 190, 191, 192]
+        assert 9e37 < series.part("round", 190, 195)["reward"]["mean"][-1] < 1e39
+
 
 class TestEvaluations:
     def test_held_out_rewards_by_task_and_what_a_restart_undoes(self) -> None:
@@ -655,6 +687,25 @@ class TestNodePage:
         assert [one["round"] for one in state["merges"]] == list(range(1000, 0, -100))
         assert [one["name"] for one in state["peers"]] == [one["name"] for one in told["peers"]]
         assert state["status"]["last_round"]["train/kl"] is None and "pid" not in state["status"]
+
+    async def test_a_part_of_the_curves_is_told_for_a_range_that_can_be(
+        self, tmp_path: Path, client: httpx.AsyncClient
+    ) -> None:
+        rows = [round_row(number, random.Random(0)) for number in range(1, 1001)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+        page, _ = node_page(tmp_path)
+        async with served(page) as url:
+            assert page._loading is not None
+            await page._loading
+            part = (await client.get(f"{url}api/series?x=round&from=100&to=200")).json()
+            assert part["width"] == 1 and part["start"] == list(range(99, 202))
+            odd_ranges = (("1", ""), ("9", "9"), ("-1", "5"), ("nan", "2"), ("0", "inf"), ("0", "1e13"), ("0", "[]"))
+            for first, last in odd_ranges:
+                answer = await client.get(f"{url}api/series?x=time&from={first}&to={last}")
+                assert answer.status_code == 400
+            for odd in ("", "x=round&from=1", "x=a&from=1&to=2"):
+                answer = await client.get(f"{url}api/series?{odd}")
+                assert answer.status_code == 400 and "such as ?x=round&from=0&to=99" in answer.json()["error"]
 
     async def test_what_happens_is_streamed(self, tmp_path: Path, client: httpx.AsyncClient) -> None:
         page, _ = node_page(tmp_path)

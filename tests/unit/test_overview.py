@@ -208,6 +208,11 @@ async def test_folders_are_nodes_too_and_one_that_has_ended_is_shown_from_its_fi
         assert not state["status"].keys() & {"pid", "failure"} and state["peers"][0]["peer_id"] == "12D"
         for what in ("rollouts", "config", "events", "summary"):
             assert (await client.get(f"{there}api/{what}")).status_code == 404
+        assert (await client.get(f"{there}api/series?x=round&from=2&to=9")).json()["start"] == [1, 2, 3]
+        running = f"{base}node/{listed['node-3']['key']}/api/series"
+        assert (await client.get(f"{running}?x=round&from=2&to=9")).json()["start"] == [7]
+        for address in (f"{there}api/series", f"{running}?x=round&from=b&to=1"):
+            assert (await client.get(address)).status_code == 400
         assert "settings" in (await client.get(f"{base}node/{listed['node-3']['key']}/api/config")).json()
         for number in (2, 10):
             (tmp_path / "testbed" / f"node-{number}" / "logs").mkdir()

@@ -1,18 +1,46 @@
 // The x axis that all curves of a page share: rounds, time by the clock, or time since the start of a run. The address keeps
 // what is chosen, so that a link shows the same.
 
-import { byId, number } from "./dom.js";
+import { byId, duration, moment, number, say, showIf } from "./dom.js";
 
-export const axis = { kinds: ["round"], kind: "round" };
+/** `from`, `to`: the range that is shown, in rounds or seconds; null: the whole run. */
+export const axis = { kinds: ["round"], kind: "round", from: null, to: null };
+const MOST = 1e12, LEAST_SPAN = 2;
 const watchers = [];
 
-/** Take up what the address says, and tell the curves. `kinds`: what this page can show, the usual one first. */
-export function follow(kinds, onChange) {
+/** Take up what the address says, and tell the curves. `kinds`: what this page can show, the usual one first; `ends()`: the first
+ * and the last round or time that there is; `same(kind)`: the range shown, on another axis. */
+export function follow(kinds, onChange, ends, same = () => null) {
   axis.kinds = kinds;
   watchers.push(onChange);
-  for (const box of choices()) box.addEventListener("change", () => choose({ kind: box.value }));
+  for (const box of choices()) box.addEventListener("change", () => choose({ kind: box.value, range: axis.from === null ? null : same(box.value) }));
+  byId("zoom-in").addEventListener("click", () => scale(0.5, ends()));
+  byId("zoom-out").addEventListener("click", () => scale(2, ends()));
+  byId("earlier").addEventListener("click", () => shift(-0.5, ends()));
+  byId("later").addEventListener("click", () => shift(0.5, ends()));
+  byId("whole").addEventListener("click", () => choose({ range: null }));
   addEventListener("popstate", read);
   read();
+}
+
+/** Show so many times the range, around `at` or its middle; all of the run where that is no more. */
+export function scale(times, [first, last], at = null) {
+  const [from, to] = axis.from === null ? [first, last] : [axis.from, axis.to];
+  const middle = at ?? (from + to) / 2, half = (times * (to - from)) / 2;
+  if (2 * half >= last - first) choose({ range: null });
+  else choose({ range: within([middle - half, middle + half], first, last) });
+}
+
+/** Show what comes before or after, by a part of the range. */
+export function shift(part, [first, last]) {
+  if (axis.from === null) return;
+  const by = part * (axis.to - axis.from);
+  choose({ range: within([axis.from + by, axis.to + by], first, last) });
+}
+
+function within([from, to], first, last) {
+  const back = Math.max(0, to - Math.ceil(last)), on = Math.max(0, Math.floor(first) - from);
+  return [from - back + on, to - back + on];
 }
 
 const choices = () => byId("axis").querySelectorAll("input");
@@ -20,15 +48,23 @@ const choices = () => byId("axis").querySelectorAll("input");
 function read() {
   const kind = new URLSearchParams(location.search).get("x");
   axis.kind = axis.kinds.includes(kind) ? kind : axis.kinds[0];
+  const [from, to] = ["from", "to"].map((name) => Number.parseFloat(new URLSearchParams(location.search).get(name)));
+  [axis.from, axis.to] = from >= 0 && to <= MOST && to - from >= LEAST_SPAN ? [from, to] : [null, null];
+  for (const id of ["zoom-out", "earlier", "later", "whole"]) showIf(byId(id), axis.from !== null);
+  say(byId("range"), axis.from === null ? "" : `${words(axis.from)} – ${words(axis.to)}`);
   for (const box of choices()) box.checked = box.value === axis.kind;
   for (const tell of watchers) tell();
 }
 
 /** Show this, and let the address say so. What is usual is left out of it. */
-export function choose({ kind = axis.kind }) {
+export function choose({ kind = axis.kind, range = axis.from === null ? null : [axis.from, axis.to] }) {
   const asked = new URLSearchParams(location.search);
   const put = (name, value) => (value === null ? asked.delete(name) : asked.set(name, value));
   put("x", kind === axis.kinds[0] ? null : kind);
+  const [from, to] = range === null ? [null, null] : [Math.max(0, Math.floor(range[0])), Math.min(MOST, Math.ceil(range[1]))];
+  const spare = range === null ? 0 : Math.max(0, LEAST_SPAN - (to - from));
+  put("from", from);
+  put("to", to === null ? null : to + spare);
   const query = asked.toString();
   history.pushState(null, "", `${location.pathname}${query && `?${query}`}${location.hash}`);
   read();
@@ -38,6 +74,8 @@ export function choose({ kind = axis.kind }) {
 export function places({ start, width = 1, time_s: times = [] }) {
   return axis.kind === "round" ? start.map((round) => round + (width - 1) / 2) : times;
 }
+
+const words = (at) => (axis.kind === "round" ? `round ${number(at)}` : axis.kind === "start" ? duration(at) : moment(at));
 
 // ---- marks of time -------------------------------------------------------------------------------------------------
 
@@ -75,6 +113,6 @@ function since(seconds, step) {
 /** The places before which nothing happened for a while: the node stood still or was off. There a curve is broken. */
 export function gapsIn(xs, span) {
   if (axis.kind === "round" || xs.length < 3) return new Set();
-  const steps = xs.slice(1).map((x, place) => x - xs[place]), usual = [...steps].sort((a, b) => a - b)[Math.floor(steps.length / 2)];
+  const steps = xs.slice(1).map((x, place) => x - xs[place]), usual = [...steps].sort((a, b) => a - b)[Math.floor((steps.length - 1) / 2)];
   return new Set(steps.flatMap((step, place) => (step > 5 * usual && step > span / 50 ? [place + 1] : [])));
 }

@@ -1,6 +1,6 @@
 // A curve over rounds or time as SVG: the mean as a line, least to greatest as a shade. Read with a pointer or the arrow keys.
 
-import { axis, gapsIn, places, timeMarks } from "./axis.js";
+import { axis, choose, gapsIn, places, scale, shift, timeMarks } from "./axis.js";
 import { duration, make, moment, number, say, short, svg } from "./dom.js";
 
 const MARGIN = { left: 44, right: 12, top: 10, bottom: 22 };
@@ -44,14 +44,20 @@ export function redraw() {
   requestAnimationFrame(() => {
     isDue = false;
     for (const chart of charts) chart.place();
-    const ends = [...charts].flatMap((chart) => chart.ends());
-    range.first = ends.reduce((a, b) => Math.min(a, b), Infinity);
-    range.last = ends.reduce((a, b) => Math.max(a, b), range.first + 1);
+    [range.first, range.last] = axis.from === null ? ends() : [axis.from, axis.to];
     for (const chart of charts) chart.draw();
   });
 }
 
 const range = { first: 0, last: 1 };
+const FEWEST_PX = 6;
+
+/** The first and the last round or time of all points. */
+export function ends() {
+  const found = [...charts].flatMap((chart) => chart.ends);
+  const first = found.length ? found.reduce((a, b) => Math.min(a, b)) : 0;
+  return [first, found.reduce((a, b) => Math.max(a, b), first + 1)];
+}
 
 export class Chart {
   /** `unit`: behind values, such as " tokens/s". `lines`: several named curves in place of one with its shade. */
@@ -72,13 +78,23 @@ export class Chart {
     this.crossLine = svg("line", { y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom });
     this.crossDot = svg("circle", { r: 3.5 });
     this.cross.append(this.crossLine, this.crossDot);
-    this.plot.append(this.grid, this.shade, this.raw, this.lines, this.cross);
+    this.inner = svg("g");
+    this.inner.append(this.shade, this.raw, this.lines, this.cross);
+    this.clip = svg("rect", { y: 0, height: HEIGHT });
+    const clip = svg("clipPath", { id: `clip-${charts.size}` });
+    clip.append(this.clip);
+    this.drawn = svg("rect", { class: "drawn", y: MARGIN.top, height: HEIGHT - MARGIN.top - MARGIN.bottom, visibility: "hidden" });
+    this.plot.append(clip, this.grid, this.inner, this.drawn);
+    this.clipId = `url(#clip-${charts.size})`;
+    this.from = null;
+    this.ends = [];
     this.now = make("span", { class: "now" }, "–");
     this.legend = make("ul", { class: "legend", hidden: "" });
     this.pad = make("div", {
       class: "pad", tabindex: "0", role: "slider", "aria-label": `${title}: point to read`,
       "aria-valuemin": "0", "aria-valuemax": "0", "aria-valuenow": "0", "aria-valuetext": "no rounds yet",
-      onpointermove: (event) => this.pointAt(event), onpointerleave: () => this.inspect(null),
+      onpointerdown: (event) => this.press(event), onpointerup: (event) => this.release(event), onpointercancel: () => this.release(null),
+      ondblclick: () => choose({ range: null }), onpointermove: (event) => this.pointAt(event), onpointerleave: () => this.inspect(null),
       onkeydown: (event) => this.key(event), onblur: () => this.inspect(null), onfocus: () => this.inspect(this.at ?? this.count() - 1),
     }, this.plot);
     this.figure = make("figure", { class: "card chart" },
@@ -102,20 +118,20 @@ export class Chart {
     redraw();
   }
 
-  /** Find where the points lie on the axis; those that lie nowhere are left out. */
+  /** Find where the points lie on the axis. Those that lie nowhere, or outside of the range and not beside it, are left out. */
   place() {
     this.xs = [];
+    this.ends = [];
     if (!this.points) return;
-    const all = places(this.points);
-    this.shown = [...all.keys()].filter((place) => typeof all[place] === "number");
-    this.xs = this.shown.map((place) => all[place]);
-  }
-
-  /** The first and the last round or time of the points. */
-  ends() {
-    if (!this.count()) return [];
+    const all = places(this.points), known = [...all.keys()].filter((place) => typeof all[place] === "number");
+    if (!known.length) return;
     const { width = 1, part = 0 } = this.points, half = (axis.kind === "round" ? width - 1 : part) / 2;
-    return [this.xs[0] - half, this.xs[this.xs.length - 1] + half];
+    this.ends = this.points.ends || [all[known[0]] - half, all[known[known.length - 1]] + half];
+    const first = known.findIndex((place) => axis.from === null || all[place] >= axis.from);
+    const last = known.findLastIndex((place) => axis.from === null || all[place] <= axis.to);
+    const isStill = axis.kind !== "round" && first > last && !this.points.isRaw;  // what is beside it is no sign of life within
+    this.shown = first < 0 || last < 0 || isStill ? [] : known.slice(Math.max(0, first - 1), last + 2);
+    this.xs = this.shown.map((place) => all[place]);
   }
 
   resize() {
@@ -149,11 +165,17 @@ export class Chart {
     if (!this.points || this.width < 60) return;
     this.plot.classList.toggle("none", !this.count());
     if (!this.count()) {
-      const why = this.points.start?.length ? "the times of these rounds are not known" : "no rounds yet";
+      for (const path of [this.shade, this.raw, ...this.lines.children]) path.setAttribute("d", "");
+      say(this.now, "–");
+      const why = this.ends.length ? "nothing in this range" : this.points.start?.length ? "the times of these rounds are not known" : "no rounds yet";
       this.grid.replaceChildren(label(why, this.width / 2, HEIGHT / 2, "middle"));
       return;
     }
     const scales = this.scales();
+    this.clip.setAttribute("x", MARGIN.left);
+    this.clip.setAttribute("width", this.width - MARGIN.left - MARGIN.right);
+    if (axis.from === null) this.inner.removeAttribute("clip-path");
+    else this.inner.setAttribute("clip-path", this.clipId);
     this.drawGrid(scales);
     if (this.isMany) this.drawCurves(scales);
     else this.drawOne(scales);
@@ -225,10 +247,35 @@ export class Chart {
     if (this.at === null) say(this.now, known.length ? `${short(known[known.length - 1])}${this.unit}` : "–");
   }
 
+  /** Where a pointer is: the round or the time, and how far right in the plot. */
+  under(event) {
+    const across = this.width - MARGIN.left - MARGIN.right;
+    const right = Math.min(across, Math.max(0, event.clientX - this.pad.getBoundingClientRect().left - MARGIN.left));
+    return { at: range.first + (right / across) * (range.last - range.first), right };
+  }
+
+  /** A mouse or a pen may draw over the range to show. A finger reads values; there are buttons for it. */
+  press(event) {
+    if (event.button !== 0 || event.pointerType === "touch" || !this.count()) return;
+    this.from = this.under(event);
+    this.pad.setPointerCapture(event.pointerId);
+  }
+
+  release(event) {
+    const { from } = this, to = event && this.under(event);
+    this.from = null;
+    this.drawn.setAttribute("visibility", "hidden");
+    if (from && to && Math.abs(to.right - from.right) >= FEWEST_PX) choose({ range: [Math.min(from.at, to.at), Math.max(from.at, to.at)] });
+  }
+
   pointAt(event) {
     if (!this.count()) return;
-    const part = (event.clientX - this.pad.getBoundingClientRect().left - MARGIN.left) / (this.width - MARGIN.left - MARGIN.right);
-    const at = range.first + Math.min(1, Math.max(0, part)) * (range.last - range.first);
+    const { at, right } = this.under(event);
+    if (this.from) {
+      this.drawn.setAttribute("visibility", "visible");
+      this.drawn.setAttribute("x", MARGIN.left + Math.min(right, this.from.right));
+      this.drawn.setAttribute("width", Math.abs(right - this.from.right));
+    }
     for (const chart of charts) if (chart.count() && chart.width) chart.inspect(chart.nearest(at));
   }
 
@@ -238,6 +285,14 @@ export class Chart {
   }
 
   key(event) {
+    const zoom = { "+": 0.5, "=": 0.5, "-": 2 }[event.key], pan = event.shiftKey && { ArrowLeft: -0.5, ArrowRight: 0.5 }[event.key];
+    if (zoom) scale(zoom, ends(), this.xs[this.at] ?? null);
+    else if (pan) shift(pan, ends());
+    else if (event.key === "Escape" && axis.from !== null) choose({ range: null });
+    else this.move(event);
+  }
+
+  move(event) {
     const step = { ArrowLeft: -1, ArrowRight: 1, PageDown: -10, PageUp: 10, Home: -Infinity, End: Infinity }[event.key];
     if (step === undefined || !this.count()) return;
     event.preventDefault();

@@ -1,7 +1,7 @@
 // The page of one node.
 
-import { follow } from "./axis.js";
-import { Chart, redraw } from "./chart.js";
+import { axis, follow } from "./axis.js";
+import { Chart, ends, redraw } from "./chart.js";
 import { Controls, removeControls } from "./controls.js";
 import { ago, byId, bytes, duration, fillFacts, make, moment, number, say, short, showIf } from "./dom.js";
 import { Live } from "./live.js";
@@ -11,7 +11,7 @@ import { Rollouts } from "./rollouts.js";
 import { Table } from "./table.js";
 
 const NO_EVALUATIONS = { start: [], time_s: [], mean: [], sources: {} };
-const view = { status: {}, peers: [], series: { start: [], width: 1 }, evaluations: NO_EVALUATIONS, merges: [], reasons: {}, swarm: "", mergesAdapters: false, maxRounds: null, isLoading: false, isEnded: false, skewS: 0, dirty: new Set() };
+const view = { status: {}, peers: [], series: { start: [], width: 1 }, evaluations: NO_EVALUATIONS, merges: [], reasons: {}, swarm: "", mergesAdapters: false, maxRounds: null, isLoading: false, isEnded: false, part: null, skewS: 0, dirty: new Set() };
 const nowS = () => Date.now() / 1000 + view.skewS;
 const isViewed = document.body.dataset.mode === "viewed";
 
@@ -142,7 +142,6 @@ function open() {
 }
 addEventListener("hashchange", () => { open(); scrollTo(0, 0); });
 open();
-follow(["round", "time"], redraw);
 
 // ---- drawing -------------------------------------------------------------------------------------------------------
 
@@ -160,14 +159,16 @@ const PARTS = {
     drawMap();
   },
   series: () => {
-    const { width, start, time_s } = view.series, places = { start, width, time_s };
-    for (const name of METRICS) if (charts.has(name)) charts.get(name).show({ ...places, ...view.series[name] });
-    charts.get("share").show({ ...places, curves: [{ name: "own", values: view.series.own?.mean || [] }, { name: "of peers", values: view.series.swarm?.mean || [] }] });
-    for (const family of FAMILIES) showCurves(family, { ...places, curves: named(view.series[family]) });
+    if (!view.series.time_s) return;  // nothing has come yet
+    const series = (axis.from !== null && view.part) || view.series, { width, start, time_s } = series;
+    const places = { start, width, time_s, ends: view.part && endsOf(view.series) };
+    for (const name of METRICS) if (charts.has(name)) charts.get(name).show({ ...places, ...series[name] });
+    charts.get("share").show({ ...places, curves: [{ name: "own", values: series.own?.mean || [] }, { name: "of peers", values: series.swarm?.mean || [] }] });
+    for (const family of FAMILIES) showCurves(family, { ...places, curves: named(series[family]) });
     say(byId("curves-note"), !start.length ? (view.isLoading ? "Earlier rounds are being read." : "The curves begin with the first round.")
-      : width > 1 ? `One point for ${number(width)} rounds: the line is their smoothed mean, the shaded area shows minimum and maximum. Arrow keys read values.`
-        : "One point per round; the bold line is smoothed. Arrow keys read values.");
-    const still = longestPause(time_s || []);
+      : width > 1 ? `One point for ${number(width)} rounds: the line is their smoothed mean, the shaded area shows minimum and maximum. ${HOW}`
+        : `One point per round; the bold line is smoothed. ${HOW}`);
+    const still = longestPause(view.series.time_s || []);
     say(byId("still"), still ? `No round ended for ${duration(still.lengthS)}, until ${moment(still.untilS)}.` : "");
   },
   evaluations: () => {
@@ -179,6 +180,7 @@ const PARTS = {
   merges: () => merges.show(view.merges),
 };
 
+const HOW = "Draw over a curve to see a part of it, double click for the whole run. Arrow keys read values, + and − zoom.";
 const named = (curves) => Object.entries(curves || {}).map(([name, values]) => ({ name, values }));
 
 function showCurves(name, points) {
@@ -319,6 +321,43 @@ function takeState(state) {
   mark("status", "peers", "series", "evaluations", "merges");
 }
 
+/** The first and the last place of a series on the axis. */
+function endsOf({ start, time_s: times, width }) {
+  const [all, more] = axis.kind === "round" ? [start, width - 1] : [times.filter((time) => time !== null), 0];
+  return all.length ? [all[0], all[all.length - 1] + more] : null;
+}
+
+/** The range that is shown, on another axis: from the nearest points. */
+function sameRange(kind) {
+  const series = view.part || view.series, on = (name) => (name === "round" ? series.start : series.time_s);
+  const near = (at) => on(kind)[on(axis.kind).reduce((best, x, place, all) => (x !== null && Math.abs(x - at) < Math.abs(all[best] - at) ? place : best), 0)];
+  const [from, to] = [near(axis.from), near(axis.to)];
+  return from < to ? [from, to] : null;
+}
+
+const PART_PAUSE_MS = 5000;
+let partNumber = 0, partTimer = 0;
+
+/** Ask for the points of the range that is shown: they are finer than those of the whole run. */
+async function loadPart() {
+  clearTimeout(partTimer);
+  partTimer = 0;
+  const number = ++partNumber, { kind, from, to } = axis;
+  if (from === null) {
+    view.part = null;
+    mark("series");
+    return;
+  }
+  redraw();
+  try {
+    const answer = await fetch(`api/series?${new URLSearchParams({ x: kind, from, to })}`, { cache: "no-store" });
+    if (answer.ok && number === partNumber) {
+      view.part = await answer.json();
+      mark("series");
+    }
+  } catch { /* those of the whole run are shown */ }
+}
+
 /** The newest bucket, again or for the first time; where buckets became wider the whole curve is fetched. */
 function takePoint(point) {
   const { series } = view;
@@ -337,6 +376,7 @@ function takePoint(point) {
     curve[place] = values[0];
   }
   mark("series");
+  if (axis.from !== null && !partTimer) partTimer = setTimeout(loadPart, PART_PAUSE_MS);
 }
 
 const live = new Live(takeState, {
@@ -361,4 +401,9 @@ const live = new Live(takeState, {
   rollouts: (event) => rollouts.announce(event.number),
   controls: (event) => controls && controls.show(event.controls),
 });
+follow(["round", "time"], () => {
+  view.part = null;
+  mark("series", "evaluations");
+  loadPart();
+}, ends, sameRange);
 live.start();

@@ -1,7 +1,7 @@
 // All nodes on one page.
 
 import { axis, follow } from "./axis.js";
-import { Chart } from "./chart.js";
+import { Chart, ends } from "./chart.js";
 import { ago, byId, fillFacts, make, number, say, short, showIf } from "./dom.js";
 import { tell } from "./live.js";
 import { SwarmMap } from "./map.js";
@@ -196,5 +196,5 @@ async function ask() {
 
 table.sortBy(table.columns[0], false);
 pairs.sortBy(pairs.columns[2], true);
-follow(["round", "start", "time"], drawCurves);
+follow(["round", "start", "time"], drawCurves, ends);
 ask();
