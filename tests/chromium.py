@@ -121,7 +121,7 @@ class Chromium:
             assert time.monotonic() < until, f"never became true: {condition}; console: {self.console[-5:]}"
 
     def press(self, key: str, times: int = 1) -> None:
-        codes = {"Tab": 9, "Enter": 13, " ": 32, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36}
+        codes = {"Tab": 9, "Enter": 13, " ": 32, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "+": 187, "Escape": 27}
         for _ in range(times):
             text = {"Enter": "\r", " ": " "}.get(key, "")
             common = {"key": key, "windowsVirtualKeyCode": codes[key], "text": text}

@@ -1,5 +1,6 @@
-"""Server-sent events for pages. No page can block the node or grow its memory, and `EventPlaces` bounds their number.
+"""What pages wait for: server-sent events, and readings in a thread. No page can block the node or grow its memory.
 
+`EventPlaces` bounds the number of event streams, and `Readings` what is read at once.
 An `EventResponse` ends if its client does not read, or if another client needs its place.
 
 publish ─▶ one line of bytes ─┬─▶ queue of a client ─▶ stream        a full queue: that client is dropped
@@ -10,10 +11,10 @@ import asyncio
 import json
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from swarm.limits.connection_slots import ConnectionSlots
@@ -180,3 +181,37 @@ class Feed:
         while not client.empty():
             client.get_nowait()
         client.put_nowait(None)
+
+
+_MAX_READINGS = 4
+"""That wait or are kept for who asks the same; they run one after the other."""
+_BUSY = "others are searching; ask again in a moment"
+
+
+class Readings:
+    """What readers of pages ask for and a thread reads: one reading for all who ask the same, one reading at a time.
+
+    The threads are those that others' bodies are checked on, and whoever closes a connection leaves its reading behind.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[tuple[Any, ...], asyncio.Task[bytes]] = {}
+        """By what was asked for."""
+        self._turn = asyncio.Lock()
+
+    async def answer(self, key: tuple[Any, ...], read: Callable[[], Mapping[str, Any]]) -> Response:
+        """What `read` returns; for the same `key` it is not read again while few others are asked for."""
+        task = self._tasks.pop(key, None)
+        if task is None or (task.done() and task.exception()):
+            for other in [other for other, one in self._tasks.items() if one.done()]:
+                if len(self._tasks) >= _MAX_READINGS:
+                    del self._tasks[other]
+            if len(self._tasks) >= _MAX_READINGS:
+                return JSONResponse({"error": _BUSY}, status_code=503)
+            task = asyncio.create_task(self._read(read))
+        self._tasks[key] = task
+        return Response(await asyncio.shield(task), media_type="application/json")
+
+    async def _read(self, read: Callable[[], Mapping[str, Any]]) -> bytes:
+        async with self._turn:
+            return await asyncio.to_thread(lambda: json.dumps(read(), allow_nan=False).encode())

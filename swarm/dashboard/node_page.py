@@ -1,16 +1,17 @@
 """The page of one node: its data, its events and its controls over HTTP.
 
 NodeReport ─ rows, status ─┐                 ┌─ GET api/state, api/summary      all there is, once
-Reader, Learner ─ groups ──┼─▶ [NodePage] ───┼─ GET api/rollouts, api/config    what a reader asks for
+Reader, Learner ─ groups ──┼─▶ [NodePage] ───┼─ GET api/rollouts, config, logs  what a reader asks for
 NodeControls ◀─────────────┘                 ├─ GET api/events                  what changes
                                              └─ POST api/control/ACTION         with the token only
 """
 
 import asyncio
-import json
 import logging
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,17 @@ from starlette.routing import BaseRoute, Route
 from swarm import __version__
 from swarm.config import Config, Origin
 from swarm.config.shareable import told_settings
-from swarm.dashboard.feed import EventPlaces, EventResponse, Feed
+from swarm.dashboard.feed import EventPlaces, EventResponse, Feed, Readings
 from swarm.dashboard.recent_rollouts import KINDS, MAX_FIND_CHARS, RecentRollouts
 from swarm.dashboard.series import Evaluations, MergeLog, Series
-from swarm.dashboard.shown import WORDS, shown
+from swarm.dashboard.shown import WORDS, log_level, read_logs, shown
 from swarm.dashboard.static_files import StaticFiles, is_token, make_token
+from swarm.errors import NodeNotRunningError
+from swarm.machine.node_folder import MAX_CONFIG_BYTES
+from swarm.machine.safe_files import read_file
 from swarm.node.controls import ACTIONS, NodeControls
 from swarm.observability.metrics import last_rows
+from swarm.observability.status_file import judge, read_status, shown_from
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +43,9 @@ MAX_ADVICE = 3
 """Lines on what is wrong, as an overview is told."""
 _MAX_PAIRS = 64
 """Peers with whom something was exchanged, as an overview is told."""
-_MAX_READINGS = 4
-"""Of rollouts that wait or are kept for who asks the same; they run one after the other."""
-_BUSY = "others are searching; ask again in a moment"
+_LOGS_KEPT_S = 1.0
+_STATE_KEPT_S = 15.0
+"""Of a node that has ended. Whoever asks for the same so soon again gets the same answer."""
 
 
 class NodePage:
@@ -80,9 +85,7 @@ class NodePage:
         self._peers: list[Any] = []
         self._peers_told_at = 0.0
         self._rollouts_told = 0
-        self._readings: dict[tuple[Any, ...], asyncio.Task[bytes]] = {}
-        """By what was asked for, and the number of the newest group."""
-        self._reading_turn = asyncio.Lock()
+        self._readings = Readings()
         self._waiting: list[Mapping[str, Any]] | None = []
         """Rows that came before the history was read; None after that."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -115,7 +118,7 @@ class NodePage:
 
     def show_status(self, status: Mapping[str, Any]) -> None:
         """A NodeStatus as a dict, and the verdict on it, every few seconds."""
-        public = {name: value for name, value in status.items() if name not in ("peers", "pid", "failure")}
+        public = {name: value for name, value in status.items() if name not in _NEVER_SHOWN}
         self._status = shown({**public, "stages": self._stages()})
         self._peers = shown(status.get("peers") or [])
         if self._feed.num_clients:
@@ -127,9 +130,11 @@ class NodePage:
         return [
             Route("/", self._get_page),
             Route("/api/state", self._get_state),
+            Route("/api/series", self._get_series),
             Route("/api/summary", self._get_summary),
             Route("/api/rollouts", self._get_rollouts),
             Route("/api/config", self._get_config),
+            Route("/api/logs", self._get_logs),
             Route("/api/events", self._get_events),
             Route("/api/control/{action}", self._control, methods=["POST"]),
             *self._files.routes(),
@@ -138,22 +143,15 @@ class NodePage:
     def state(self) -> dict[str, Any]:
         """Everything but the rollouts."""
         return {
+            **state_of(self._status, self._peers, (self._series, self._evaluations, self._merges)),
             "event_id": self._feed.last_id,
-            "version": __version__,
-            "now_s": time.time(),
             "is_loading": self._waiting is not None,
             "is_private": self._is_private,
             "swarm": self._swarm_name,
             "merges_adapters": self._merges_adapters,
             "max_rounds": self._max_rounds,
-            "status": self._status,
-            "peers": self._peers,
-            "series": self._series.points(),
-            "evaluations": self._evaluations.points(),
-            "merges": shown(self._merges.newest_first()),
             "controls": self._controls.state(),
             "rollouts": self.rollouts.last_number,
-            "reasons": {reason.value: words for reason, words in WORDS.items()},
         }
 
     def summary(self) -> dict[str, Any]:
@@ -209,6 +207,10 @@ class NodePage:
     async def _get_state(self, request: Request) -> Response:
         return JSONResponse(self.state())
 
+    async def _get_series(self, request: Request) -> Response:
+        asked = range_query(request)
+        return JSONResponse(self._series.part(*asked.values())) if asked else _no_range()
+
     async def _get_summary(self, request: Request) -> Response:
         return JSONResponse(self.summary())
 
@@ -224,35 +226,14 @@ class NodePage:
     async def _get_rollouts(self, request: Request) -> Response:
         if not self._may_read(request):
             return JSONResponse({"error": "in a silo rollouts are shown for the token only"}, status_code=401)
-        kind, find, page = rollout_query(request)
-        reading = self._read_rollouts(kind, find, page)
-        if reading is None:
-            return JSONResponse({"error": _BUSY}, status_code=503)
-        return Response(await asyncio.shield(reading), media_type="application/json")
+        asked = rollout_query(request)
+        key = ("rollouts", *asked.values(), self.rollouts.last_number)
+        return await self._readings.answer(key, lambda: shown(self.rollouts.page(**asked)))
 
-    def _read_rollouts(self, kind: str, find: str, page: int) -> "asyncio.Task[bytes] | None":
-        """One reading for all who ask the same, and until there are other groups. None where too many others wait.
-
-        The threads are those that others' bodies are checked on, and whoever closes a connection leaves its reading behind.
-        """
-        key = (kind, find, page, self.rollouts.last_number)
-        task = self._readings.pop(key, None)
-        if task is None or (task.done() and task.exception()):
-            for other in [other for other, one in self._readings.items() if one.done()]:
-                if len(self._readings) >= _MAX_READINGS:
-                    del self._readings[other]
-            if len(self._readings) >= _MAX_READINGS:
-                return None
-            task = asyncio.create_task(self._read_in_turn(kind, find, page))
-        self._readings[key] = task
-        return task
-
-    async def _read_in_turn(self, kind: str, find: str, page: int) -> bytes:
-        async with self._reading_turn:
-            return await asyncio.to_thread(self._rollouts_json, kind, find, page)
-
-    def _rollouts_json(self, kind: str, find: str, page: int) -> bytes:
-        return json.dumps(shown(self.rollouts.page(kind, find, page)), allow_nan=False).encode()
+    async def _get_logs(self, request: Request) -> Response:
+        if not self._may_read(request):
+            return JSONResponse({"error": "in a silo logs are shown for the token only"}, status_code=401)
+        return await logs_answer(self._readings, self._folder, request, is_whole=self._has_token(request))
 
     async def _get_events(self, request: Request) -> Response:
         last_id = request.headers.get("last-event-id") or request.query_params.get("after")
@@ -269,6 +250,24 @@ class NodePage:
         controls = self._controls.state()
         self._feed.publish("controls", {"controls": controls})
         return JSONResponse({"controls": controls})
+
+
+History = tuple[Series, Evaluations, MergeLog]
+
+
+def state_of(status: Mapping[str, Any], peers: Sequence[Any], history: History) -> dict[str, Any]:
+    """What the page of a node shows, whether it runs or has ended."""
+    series, evaluations, merges = history
+    return {
+        "version": __version__,
+        "now_s": time.time(),
+        "status": status,
+        "peers": peers,
+        "series": series.points(),
+        "evaluations": evaluations.points(),
+        "merges": shown(merges.newest_first()),
+        "reasons": {reason.value: words for reason, words in WORDS.items()},
+    }
 
 
 def summary_of(status: Mapping[str, Any], series: Series, evaluations: Evaluations) -> dict[str, Any]:
@@ -296,7 +295,7 @@ def summary_of(status: Mapping[str, Any], series: Series, evaluations: Evaluatio
     }
 
 
-def read_history(folder: Path) -> tuple[Series, Evaluations, MergeLog]:
+def read_history(folder: Path) -> History:
     """What metrics.jsonl of a node's folder says. Takes a while. Raises OSError."""
     series, evaluations, merges = Series(), Evaluations(), MergeLog()
     for row in last_rows(folder / "metrics.jsonl"):
@@ -307,6 +306,81 @@ def read_history(folder: Path) -> tuple[Series, Evaluations, MergeLog]:
         elif row.get("kind") == "evaluation":
             evaluations.add(row)
     return series, evaluations, merges
+
+
+_MAX_HISTORIES = 4
+_NEVER_SHOWN = ("peers", "pid", "failure")
+"""Of a status, as it is: peers are shown by themselves."""
+
+
+class EndedNodes:
+    """The pages of nodes that do not run, from the files in their folders."""
+
+    def __init__(self) -> None:
+        self._readings = Readings()
+        self._histories: dict[Path, tuple[float, History]] = {}
+        """Of the folders that were asked for last, and when their metrics were written."""
+
+    async def answer(self, folder: Path, what: str, request: Request) -> Response | None:
+        """None where a node that has ended has no such thing, such as rollouts, which were in its memory."""
+        try:
+            if what == "state":
+                key = ("state", folder, time.monotonic() // _STATE_KEPT_S)
+                return await self._readings.answer(key, lambda: self._state(folder))
+            if what == "series":
+                asked = range_query(request)
+                if not asked:
+                    return _no_range()
+                key = ("series", folder, *asked.values(), time.monotonic() // _STATE_KEPT_S)
+                return await self._readings.answer(key, lambda: self._history(folder)[0].part(*asked.values()))
+            if what == "logs":
+                settings = await asyncio.to_thread(folder_settings, folder)
+                if not settings or _is_of_silo(settings):
+                    told = "the logs of a node of a silo are shown by `swarm logs` only, or on its own page"
+                    return JSONResponse({"error": told}, status_code=401)
+                return await logs_answer(self._readings, folder, request)
+        except (OSError, NodeNotRunningError):
+            return JSONResponse({"error": "the files of the node cannot be read"}, status_code=503)
+        return None
+
+    def _state(self, folder: Path) -> dict[str, Any]:
+        status, settings = read_status(folder / "status.json"), folder_settings(folder)
+        verdict = judge(status, time.time())
+        public = {name: value for name, value in asdict(status).items() if name not in _NEVER_SHOWN}
+        with shown_from(folder / "status.json"):
+            return {
+                **state_of(
+                    shown({**public, "verdict": verdict.word.value, "why": verdict.why}),
+                    shown(status.peers),
+                    self._history(folder),
+                ),
+                "is_ended": True,
+                "is_private": _is_of_silo(settings),
+            }
+
+    def _history(self, folder: Path) -> History:
+        path = folder / "metrics.jsonl"
+        written_at = path.stat().st_mtime if path.exists() else 0.0
+        kept_at, history = self._histories.pop(folder, (-1.0, None))
+        if history is None or kept_at != written_at:
+            history = read_history(folder)
+        while len(self._histories) >= _MAX_HISTORIES:
+            del self._histories[next(iter(self._histories))]
+        self._histories[folder] = (written_at, history)
+        return history
+
+
+def folder_settings(folder: Path) -> dict[str, Any]:
+    """Those of the configuration in a node's folder, which may be somebody else's; empty where they cannot be read."""
+    try:
+        return tomllib.loads(read_file(folder / "config.toml", MAX_CONFIG_BYTES).decode())
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _is_of_silo(settings: Mapping[str, Any]) -> bool:
+    section = settings.get("swarm")
+    return bool(section.get("silo_owner")) if isinstance(section, dict) else False
 
 
 def _pairs(peers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -323,12 +397,48 @@ def _pairs(peers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return sorted(pairs, key=lambda pair: -(pair["groups_admitted"] + pair["bodies_taken"]))[:_MAX_PAIRS]
 
 
-def rollout_query(request: Request) -> tuple[str, str, int]:
-    """(kind, text to find, page) of a request for rollouts; what cannot be is read as nothing."""
+async def logs_answer(readings: Readings, folder: Path, request: Request, is_whole: bool = False) -> Response:
+    """The newest lines of the logs in a node's folder that the request wants; without what not everybody may see."""
+    asked = log_query(request)
+    key = ("logs", folder, *asked.values(), is_whole, time.monotonic() // _LOGS_KEPT_S)
+    try:
+        return await readings.answer(key, lambda: read_logs(folder, **asked, is_whole=is_whole))
+    except OSError:
+        return JSONResponse({"error": "the logs cannot be read; `swarm logs` says why"}, status_code=503)
+
+
+_MAX_PLACE = 1e12
+
+
+def range_query(request: Request) -> dict[str, Any]:
+    """{"x", "from", "to"} of a request for a part of the curves; empty for a range that cannot be."""
+    asked = request.query_params
+    try:
+        kind, first, last = asked["x"], float(asked["from"]), float(asked["to"])
+    except (KeyError, ValueError):
+        return {}
+    is_range = kind in ("round", "time") and 0 <= first < last <= _MAX_PLACE  # NaN fails
+    return {"x": kind, "from": first, "to": last} if is_range else {}
+
+
+def _no_range() -> Response:
+    told = "x must be round or time, and 0 <= from < to <= 1e12, in rounds or seconds; such as ?x=round&from=0&to=99"
+    return JSONResponse({"error": told}, status_code=400)
+
+
+def log_query(request: Request) -> dict[str, str]:
+    """{"level", "find"} of a request for logs; what cannot be is read as nothing."""
+    asked = request.query_params
+    return {"level": log_level(asked.get("level", "")), "find": asked.get("find", "")[:MAX_FIND_CHARS]}
+
+
+def rollout_query(request: Request) -> dict[str, Any]:
+    """{"kind", "find", "page"} of a request for rollouts; what cannot be is read as nothing."""
     asked = request.query_params
     kind, page = asked.get("kind", ""), asked.get("page", "")
     is_page = page.isascii() and page.isdigit() and len(page) < 6
-    return kind if kind in KINDS else "", asked.get("find", "")[:MAX_FIND_CHARS], int(page) if is_page else 0
+    find = asked.get("find", "")[:MAX_FIND_CHARS]
+    return {"kind": kind if kind in KINDS else "", "find": find, "page": int(page) if is_page else 0}
 
 
 def _undo(evaluations: Evaluations, row: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 GET /                       all nodes
 GET /node/KEY/              the page of one, from this package; only its data comes from the node
-GET /node/KEY/api/…         state, rollouts and events, passed on
+GET /node/KEY/api/…         state, rollouts, logs and events, passed on; of a node that has ended from its files
 
 It asks the nodes repeatedly for their state. A name with several addresses stands for several nodes. A folder stands for the
 nodes in it; of one that has ended its files are shown.
@@ -15,7 +15,6 @@ import asyncio
 import ipaddress
 import socket
 import time
-import tomllib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,12 +30,20 @@ from starlette.routing import BaseRoute, Route
 from swarm import __version__
 from swarm.config import ObservabilitySection
 from swarm.dashboard.feed import MAX_STREAMS, EventPlaces, EventResponse
-from swarm.dashboard.node_page import MAX_ADVICE, read_history, rollout_query, summary_of
+from swarm.dashboard.node_page import (
+    MAX_ADVICE,
+    EndedNodes,
+    folder_settings,
+    log_query,
+    range_query,
+    read_history,
+    rollout_query,
+    summary_of,
+)
 from swarm.dashboard.shown import shown
 from swarm.dashboard.static_files import StaticFiles
 from swarm.errors import ConfigError, NodeNotRunningError
-from swarm.machine.node_folder import MAX_CONFIG_BYTES
-from swarm.machine.safe_files import parse_json, read_file
+from swarm.machine.safe_files import parse_json
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
 from swarm.observability.status_file import NodeStatus, inner_folders, judge, read_status, shown_from
@@ -67,12 +74,14 @@ class _Checked(BaseModel):
 
 class _Curve(_Checked):
     start: Annotated[list[Count], Field(max_length=_MAX_CURVE_POINTS)] = []
+    time_s: Annotated[list[Number | None], Field(max_length=_MAX_CURVE_POINTS)] = []
+    """Empty of a node whose version does not tell it."""
     reward: Annotated[list[Number | None], Field(max_length=_MAX_CURVE_POINTS)] = []
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if len(self.start) != len(self.reward):
-            raise ValueError("a curve must have a reward for each start")
+        if len(self.start) != len(self.reward) or len(self.time_s) not in (0, len(self.start)):
+            raise ValueError("a curve must have a reward and a time for each start")
         return self
 
 
@@ -123,6 +132,8 @@ class WatchedNode:
     """The last one that came."""
     seen_at: float = 0.0
     """Seconds since the epoch; 0: it never answered."""
+    folder: Path | None = None
+    """Where the files of a node that no address leads to are."""
     error: str = "not asked yet"
     """Why it says nothing; empty while it answers."""
 
@@ -194,6 +205,7 @@ class NodeWatch:
                 "address": node.address,
                 "label": node.label,
                 "is_alive": not node.error,
+                "has_page": bool(node.address or node.folder),
                 "error": node.error,
                 "seen_at": node.seen_at,
                 "summary": node.summary,
@@ -248,13 +260,13 @@ def _in_folders(folders: Sequence[Path], known: Mapping[str, WatchedNode]) -> li
             try:
                 status = read_status(part / "status.json")
                 if not status.is_alive:
-                    ended = WatchedNode("", label, seen_at=status.written_at)
+                    ended = WatchedNode("", label, seen_at=status.written_at, folder=part)
                     found.append(known.get(ended.key) or _ended(part, ended, status))
                 elif status.http_port:
                     host, port = page_place(part, status.http_port)
                     found.append(WatchedNode(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", label))
                 else:
-                    found.append(WatchedNode("", label, error="it serves no page (observability.http)"))
+                    found.append(WatchedNode("", label, folder=part, error="it serves no page (observability.http)"))
             except (NodeNotRunningError, ConfigError) as error:
                 found.append(WatchedNode("", label, error=str(shown(str(error)))[:200]))
     return found
@@ -277,11 +289,7 @@ def _ended(folder: Path, node: WatchedNode, status: NodeStatus) -> WatchedNode:
 def page_place(folder: Path, port: int) -> tuple[str, int]:
     """Host and port of the page of a folder's node, which must be on this machine: the folder may be somebody else's, and what
     it names is asked, or opened in a browser. Raises ConfigError."""
-    try:
-        settings = tomllib.loads(read_file(folder / "config.toml", MAX_CONFIG_BYTES).decode())
-    except (OSError, ValueError, RecursionError):
-        settings = {}
-    section = settings.get("observability")
+    section = folder_settings(folder).get("observability")
     host = section.get("http_host", "127.0.0.1") if isinstance(section, dict) else "127.0.0.1"
     if not _is_of_this_machine(host):
         raise ConfigError(
@@ -323,7 +331,11 @@ def _order(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[int, int]
 _MAX_STATE_BYTES = 8 << 20
 _SILENCE_S = 45.0
 """Three heartbeats of a node's events."""
-_PASSED_ON = ("state", "rollouts", "config")
+_PASSED_ON = ("state", "series", "rollouts", "config", "logs")
+_QUERIES: dict[str, Callable[[Request], dict[str, Any]]] = {
+    "rollouts": rollout_query, "logs": log_query, "series": range_query,
+}  # fmt: skip
+"""What of a request is passed on, checked."""
 
 
 class Overview:
@@ -334,6 +346,7 @@ class Overview:
         limits = httpx.Limits(max_connections=MAX_STREAMS + 32, max_keepalive_connections=32)
         self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False, limits=limits, timeout=_SILENCE_S)
         self.watch = NodeWatch(targets, self._client)
+        self._ended = EndedNodes()
         self._files = StaticFiles()
         self._places = EventPlaces()
         self._server = HttpServer(config, Metrics(), self._health, self._routes())
@@ -391,15 +404,17 @@ class Overview:
 
     async def _pass_on(self, request: Request) -> Response:
         node, what = self._node(request), request.path_params["what"]
-        if node is None or not node.address or what not in _PASSED_ON:
+        if node is None or what not in _PASSED_ON:
             return _no_such_node()
+        if node.folder is not None:
+            return await self._ended.answer(node.folder, what, request) or _no_such_node()
         try:
-            kind, find, page = rollout_query(request)
-            query = "?" + urlencode({"kind": kind, "find": find, "page": page}) if what == "rollouts" else ""
+            asked = _QUERIES[what](request) if what in _QUERIES else {}
+            query = f"?{urlencode(asked)}" if asked else ""
             status, content = await self.watch.fetch(node, f"api/{what}{query}", _MAX_STATE_BYTES)
         except (OSError, TimeoutError, httpx.HTTPError, ValueError, RecursionError):
             return JSONResponse({"error": "the node does not answer"}, status_code=502)
-        return JSONResponse(content, status_code=status if status in (200, 401, 503) else 502)
+        return JSONResponse(content, status_code=status if status in (200, 400, 401, 503) else 502)
 
     async def _get_events(self, request: Request) -> Response:
         node = self._node(request)

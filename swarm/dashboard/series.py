@@ -1,13 +1,19 @@
 """What the page shows of a run, in bounded memory: curves over its rounds, its evaluations, and its last merges.
 
-A curve has buckets of rounds of one width, which doubles whenever there are too many buckets.
+A curve has buckets of rounds of one width, which doubles whenever there are too many buckets. The newest rounds are also kept
+one by one, for who looks at a part of a curve.
 """
 
+import math
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeGuard
+
+import numpy as np
 
 MAX_MERGES = 50
 _DETAILS = {
@@ -66,6 +72,8 @@ MAX_MEMBERS = 12
 MAX_EVALUATIONS = 400
 _MAX_NAME = 80
 _DIGITS = 5
+_MOST = 1e38
+"""Of what a float32 holds."""
 
 Points = dict[str, list[float | None]]
 
@@ -96,10 +104,14 @@ class Evaluations:
             self._rows.pop()
 
     def means(self, max_points: int) -> dict[str, list[Any]]:
-        """{"start", "reward"}: of at most so many evaluations, the newest among them."""
+        """{"start", "time_s", "reward"}: of at most so many evaluations, the newest among them."""
         step = -(-len(self._rows) // max_points) or 1
         chosen = self._rows[::-1][::step][::-1]
-        return {"start": [number for number, *_ in chosen], "reward": [mean for _, mean, *_ in chosen]}
+        return {
+            "start": [number for number, *_ in chosen],
+            "time_s": [_full_seconds(time_s) for *_, time_s in chosen],
+            "reward": [mean for _, mean, *_ in chosen],
+        }
 
     def points(self) -> dict[str, Any]:
         """{"start": rounds, "time_s", "mean", "sources": {name: values}}; None where a source was not evaluated."""
@@ -153,11 +165,64 @@ class _Bucket:
         return spread.values() if spread else (None, None, None)
 
 
+MAX_KEPT_ROUNDS = 1 << 17
+"""That are kept one by one: 4 bytes for each value of each."""
+
+
+class _Rounds:
+    """The newest rounds, one by one and in order. When there are too many, the oldest eighth is forgotten."""
+
+    def __init__(self, max_rounds: int) -> None:
+        self._max_rounds = max_rounds
+        self.numbers = array("q")
+        self.times = array("d")
+        """When each ended, in seconds since the epoch; NaN where that is not known."""
+        self._columns: dict[str, array[float]] = {}
+        """The values of each metric and member; NaN where there is none."""
+
+    def add(self, number: int, time_s: float | None, values: Mapping[str, float]) -> None:
+        """One whose number has been there before undoes what came after."""
+        self._keep(0, bisect_left(self.numbers, number))
+        if len(self.numbers) >= self._max_rounds:
+            self._keep(len(self.numbers) // 8, len(self.numbers))
+        count = len(self.numbers)
+        self.numbers.append(number)
+        self.times.append(math.nan if time_s is None else time_s)
+        for name in values.keys() - self._columns.keys():
+            self._columns[name] = array("f", [math.nan]) * count
+        for name, column in self._columns.items():
+            value = values.get(name)
+            column.append(math.nan if value is None else max(-_MOST, min(_MOST, value)))
+
+    def _keep(self, begin: int, end: int) -> None:
+        for column in (self.numbers, self.times, *self._columns.values()):
+            del column[end:]
+            del column[:begin]
+
+    def buckets(self, name: str, begin: int, end: int, places: "np.ndarray[Any, Any]") -> Points:
+        """{"mean", "min", "max"} of a metric over the rounds [begin, end), in buckets that begin at `places` of these."""
+        column = self._columns.get(name)
+        if column is None:
+            return {kind: [None] * len(places) for kind in ("mean", "min", "max")}
+        values = np.frombuffer(column, np.float32)[begin:end].astype(np.float64)
+        is_known = ~np.isnan(values)
+        counts = np.add.reduceat(is_known.astype(np.int64), places)
+        sums = np.add.reduceat(np.where(is_known, values, 0.0), places)
+        with np.errstate(invalid="ignore"):
+            found = {
+                "mean": sums / counts,
+                "min": np.fmin.reduceat(values, places),
+                "max": np.fmax.reduceat(values, places),
+            }
+        return {kind: [None if math.isnan(v) else _short(v) for v in values.tolist()] for kind, values in found.items()}
+
+
 class Series:
     """Every metric's mean, least and greatest value per bucket, over the whole run. Not safe from several threads."""
 
-    def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
+    def __init__(self, max_buckets: int = MAX_BUCKETS, max_rounds: int = MAX_KEPT_ROUNDS) -> None:
         self._max_buckets = max_buckets
+        self._rounds = _Rounds(max_rounds)
         self._buckets: list[_Bucket] = []
         self._members: dict[str, list[str]] = {"sources": [], "signals": []}
         """Names that were seen, of task sources and of reward signals."""
@@ -179,18 +244,21 @@ class Series:
             if self._buckets and self._buckets[-1].start == start:
                 self._buckets.pop()
             self._buckets.append(_Bucket(start))
-        if _is_number(time_s := row.get("time_s")):
+        time_s = row.get("time_s")
+        if _is_number(time_s):
             self._buckets[-1].end_s = time_s
-        for name, value in (*((name, row.get(entry)) for name, entry in METRICS.items()), *self._of_members(row)):
-            if _is_number(value):
-                self._buckets[-1].add(name, _Spread(1, value, value, value))
+        found = (*((name, row.get(entry)) for name, entry in METRICS.items()), *self._of_members(row))
+        values = {name: value for name, value in found if _is_number(value)}
+        for name, value in values.items():
+            self._buckets[-1].add(name, _Spread(1, value, value, value))
+        self._rounds.add(number, time_s if _is_number(time_s) else None, values)
         while len(self._buckets) > self._max_buckets:
             self._widen()
 
-    def points(self, since: int = 0) -> dict[str, Any]:
-        """Of the buckets from place `since` on: {"width", "start": first rounds, "time_s": when the last round of each
-        ended, of each metric "mean", "min" and "max", and "sources" and "signals": {name: mean rewards}}."""
-        buckets = self._buckets[since:]
+    def points(self, since: int = 0, until: int | None = None) -> dict[str, Any]:
+        """Of the buckets from place `since` on, before `until`: {"width", "start": first rounds, "time_s": when the last round of
+        each ended, of each metric "mean", "min" and "max", and "sources" and "signals": {name: mean rewards}}."""
+        buckets = self._buckets[since:until]
         curves: dict[str, Points] = {}
         for name in METRICS:
             values = [bucket.values(name) for bucket in buckets]
@@ -202,16 +270,48 @@ class Series:
         places = {"start": [bucket.start for bucket in buckets], "time_s": [bucket.end_s for bucket in buckets]}
         return {"width": self.width, **places, **curves, **members}
 
+    def part(self, kind: str, first: float, last: float) -> dict[str, Any]:
+        """As `points`, of a range of rounds or, where `kind` is "time", of seconds since the epoch, with a bucket on either side.
+
+        The buckets are as fine as their number allows, or those of the whole run where rounds of the range are forgotten.
+        """
+        rounds = self._rounds
+        place = rounds.times if kind == "time" else rounds.numbers
+        begin, end = bisect_left(place, first), bisect_right(place, last)
+        whole = [one.end_s or math.inf if kind == "time" else one.start for one in self._buckets]
+        width = 1
+        while (end - begin) // width > self._max_buckets:
+            width *= 2
+        is_forgotten = begin == 0 and (not rounds.numbers or rounds.numbers[0] >= self._buckets[0].start + self.width)
+        if width >= self.width or is_forgotten:
+            return self.points(max(0, bisect_left(whole, first) - 1), bisect_right(whole, last) + 1)
+        begin, end = max(0, begin - width), min(len(rounds.numbers), end + width)
+        starts = np.frombuffer(rounds.numbers, np.int64)[begin:end] // width * width
+        places = np.flatnonzero(np.diff(starts, prepend=-1))
+        times = np.frombuffer(rounds.times, np.float64)[begin:end][np.append(places[1:], len(starts)) - 1]
+        members = {
+            family: {name: rounds.buckets(f"{family} {name}", begin, end, places)["mean"] for name in names}
+            for family, names in self._members.items()
+        }
+        return {
+            "width": width,
+            "start": starts[places].tolist(),
+            "time_s": [None if math.isnan(time_s) else time_s for time_s in times.tolist()],
+            **{name: rounds.buckets(name, begin, end, places) for name in METRICS},
+            **members,
+        }
+
     def last_point(self) -> dict[str, Any]:
         """As `points`, of the newest bucket alone."""
         return self.points(max(0, len(self._buckets) - 1))
 
     def rewards(self, max_points: int) -> dict[str, list[Any]]:
-        """{"start", "reward"}: means only, of at most so many buckets."""
+        """{"start", "time_s", "reward"}: means only, of at most so many buckets."""
         step = -(-len(self._buckets) // max_points) or 1
         groups = [self._buckets[place : place + step] for place in range(0, len(self._buckets), step)]
         merged = [_merged(group) for group in groups]
-        return {"start": [b.start for b in merged], "reward": [b.values("reward")[0] for b in merged]}
+        places = {"start": [b.start for b in merged], "time_s": [_full_seconds(b.end_s) for b in merged]}
+        return {**places, "reward": [b.values("reward")[0] for b in merged]}
 
     def _of_members(self, row: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """(name of the spread, mean reward) of each task source and reward signal of a row; names beyond the bound are left
@@ -250,6 +350,10 @@ def _merged(buckets: list[_Bucket], start: int | None = None) -> _Bucket:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and abs(value) < 1e300  # NaN fails
+
+
+def _full_seconds(time_s: float | None) -> int | None:
+    return None if time_s is None else round(time_s)
 
 
 def _short(value: float) -> float:

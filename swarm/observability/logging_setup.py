@@ -143,10 +143,12 @@ def newest_log(folder: Path) -> Path | None:
     return next(reversed(logs_of_runs(folder)), None)
 
 
-def last_records(log: Path, count: int, level: str = "DEBUG") -> tuple[list[LogRecord], int]:
+def last_records(
+    log: Path, count: int, level: str = "DEBUG", max_bytes: int = MAX_BYTES
+) -> tuple[list[LogRecord], int]:
     """The newest `count` of at least `level`, oldest first, those of the part before a rotation included.
 
-    Also how many bytes of `log` were read: `follow` goes on there.
+    Of the end of each part `max_bytes` are read. Also where that reading of `log` ended: `follow` goes on there.
     """
     kept: deque[LogRecord] = deque(maxlen=count)
     num_read = 0
@@ -154,7 +156,7 @@ def last_records(log: Path, count: int, level: str = "DEBUG") -> tuple[list[LogR
         with contextlib.suppress(FileNotFoundError):
             with open_to_read(path) as file:
                 size = file.seek(0, os.SEEK_END)
-                start = max(0, size - MAX_BYTES)
+                start = max(0, size - max_bytes)
                 file.seek(start)
                 content = file.read(size - start)
             whole = content.rfind(b"\n") + 1

@@ -266,7 +266,7 @@ def test_tables_sort_and_charts_are_read_by_keyboard(browser: Chromium, node: Se
     assert browser.run(f"{pad}.getAttribute('aria-valuetext')").startswith("round 1, ")
 
 
-VIEWS = ("now", "learning", "swarm", "rollouts", "config")
+VIEWS = ("now", "learning", "swarm", "rollouts", "logs", "config")
 THEMES = [("light", 1200), ("dark", 1200), ("light", 390), ("dark", 390)]
 CONTRASTS = """(() => {
   const channel = (v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
@@ -424,6 +424,40 @@ def test_rollouts_are_searched_and_turned_over_by_page(browser: Chromium, node: 
     assert complaints(browser, node) == []
 
 
+def test_the_log_is_read_filtered_and_goes_on_and_its_text_is_text(browser: Chromium, node: ServedPage) -> None:
+    fill(node)
+    levels = ("INFO", "INFO", "WARNING", "ERROR")
+    lines = [f"2026-11-25 03:55:{n % 60:02},123 {levels[n % 4]:<7} swarm.x: line {n} {HOSTILE!r}\n" for n in range(400)]
+    log = node.folder / "logs" / "run-0001.log"
+    log.parent.mkdir()
+    log.write_text("".join(lines))
+    open_live(browser, node, "#logs")
+    shown = "[...document.querySelectorAll('#log-lines li')]"
+    browser.wait_for(f"{shown}.length === 300")
+    assert browser.run(f"{shown}.at(-1).textContent").startswith("2026-11-25 03:55:39 ERROR swarm.x line 399 '<img")
+    assert browser.run("window.owned") is None
+    region = "document.getElementById('log-lines')"
+    assert browser.run(
+        f"{region}.scrollTop > 100 && {region}.scrollHeight - {region}.scrollTop - {region}.clientHeight < 2"
+    )
+    browser.run(f"window.kept = {shown}.at(-1)")
+    with log.open("a") as file:
+        file.write("2026-11-25 03:56:00,123 INFO    swarm.x: one more at 10.0.0.7\n")
+    browser.wait_for(f"{shown}.at(-1).textContent.endsWith('one more at …') && {shown}.at(-2) === window.kept")
+    assert browser.run(f"{shown}.length") == 300
+    browser.run("(() => { const one = document.getElementById('logs-level'); one.value = 'error';"
+                " one.dispatchEvent(new Event('change')); })()")  # fmt: skip
+    browser.wait_for(
+        f"{shown}.length === 100 && {shown}.every(one => one.querySelector('.level').textContent === 'ERROR')"
+    )
+    assert browser.run(f"getComputedStyle({shown}[0]).borderLeftStyle") == "double"
+    browser.run("(() => { const one = document.getElementById('logs-find'); one.value = 'LINE 39';"
+                " one.dispatchEvent(new Event('input')); })()")  # fmt: skip
+    browser.wait_for(f"{shown}.length === 4")  # 39, 391, 395, 399
+    assert "No line fits" not in text(browser, "#logs-note")
+    assert complaints(browser, node) == []
+
+
 def test_settings_are_shown_with_where_they_come_from(browser: Chromium, tmp_path: Path) -> None:
     with serving(tmp_path) as node:
         config = Config.model_validate({"training": {"lr": 0.5}})
@@ -497,6 +531,136 @@ def test_after_a_night_the_page_says_what_was_an_hour_ago_what_stood_still_and_h
         assert text(browser, "#still").startswith("No round ended for 3.0 h, until ")
 
 
+MARKS = (
+    "[...document.querySelectorAll('figure:nth-child(2) .grid text[text-anchor=middle]')].map(one => one.textContent)"
+)
+AXIS = MARKS.replace("'figure", "'#charts-now figure")
+PIECES = "document.querySelector('#charts-now figure:nth-child(2) .line').getAttribute('d').match(/M/g).length"
+
+
+def test_by_time_a_curve_has_clock_marks_and_a_gap_where_the_node_was_off_and_the_address_keeps_it(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    browser.call("Emulation.setTimezoneOverride", timezoneId="Asia/Kolkata")  # half an hour beside full hours
+    noon, rng = 1_700_000_000 // 86400 * 86400 + 43_200 - 19_800, random.Random(0)
+    times = [noon + 60 * number + (10_800 if number > 40 else 0) for number in range(1, 101)]
+    rows = [round_row(number, rng) | {"time_s": time_s} for number, time_s in enumerate(times, 1)]
+    rows.insert(0, evaluation_row(0, "start", 0.2) | {"time_s": noon})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving(tmp_path) as node:
+        node.loop.call_soon_threadsafe(node.page.show_status, status(3, rows[-1]))
+        open_live(browser, node)
+        browser.wait_for(f"{AXIS}.join() === '0,20,40,60,80,100' && {PIECES} === 1")
+        browser.run("document.querySelector('#axis input').focus()")
+        browser.press("ArrowRight")
+        browser.wait_for(f"{PIECES} === 2")
+        assert browser.run(AXIS) == ["14 Nov 12:00", "13:00", "14:00", "15:00", "16:00"]
+        assert browser.run("location.search") == "?x=time"
+        look_at(browser, "learning")
+        browser.run("history.back(); history.back()")
+        browser.wait_for(f"location.search === '' && {PIECES} === 1")
+        assert browser.run("document.querySelector('#axis input').checked")
+        browser.resize(380, 800)
+        open_live(browser, node, "?x=time")
+        browser.wait_for(f"{AXIS}.join() === '14 Nov 12:00,14:00,16:00'")
+        assert browser.run("document.documentElement.scrollWidth") <= 380
+        browser.run("document.querySelectorAll('[role=slider]')[1].focus()")
+        browser.press("Home")
+        read = "document.querySelectorAll('[role=slider]')[1].getAttribute('aria-valuetext')"
+        assert browser.run(read).startswith("round 1, 14 Nov 12:01: ")
+        open_live(browser, node, "?x=<b>&from=1")
+        browser.wait_for(f"{AXIS}.join() === '0,20,40,60,80,100'")
+        assert complaints(browser, node) == []
+    browser.call("Emulation.setTimezoneOverride", timezoneId="")
+
+
+def draw_over(browser: Chromium, pad: str, begin: float, end: float) -> None:
+    """Press the mouse at one part of a chart's width, and let it go at another."""
+    x, y, width = browser.run(
+        f"(() => {{ const b = {pad}.getBoundingClientRect(); return [b.x, b.y + 80, b.width]; }})()"
+    )
+    for kind, part in (("mousePressed", begin), ("mouseMoved", (begin + end) / 2), ("mouseReleased", end)):
+        at = x + 44 + part * (width - 56)
+        browser.call("Input.dispatchMouseEvent", type=kind, x=at, y=y, button="left", buttons=1, clickCount=1)
+
+
+def test_a_range_drawn_over_a_curve_is_shown_in_detail_on_all_curves_and_kept_in_the_address(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    rng = random.Random(0)
+    rows = [round_row(number, rng) | {"time_s": 1.7e9 + 10 * number} for number in range(1, 4001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with serving(tmp_path) as node:
+        node.loop.call_soon_threadsafe(node.page.show_status, status(3, rows[-1]))
+        open_live(browser, node)
+        pad, now = "document.querySelectorAll('[role=slider]')[1]", "document.getElementById('curves-note').textContent"
+        browser.wait_for(f"{now}.startsWith('One point for 16 rounds')")
+        draw_over(browser, pad, 0.25, 0.30)
+        browser.wait_for(f"{now}.startsWith('One point per round')")
+        first, last = browser.run("['from', 'to'].map(one => Number(new URLSearchParams(location.search).get(one)))")
+        assert 980 < first < 1020 and 1180 < last < 1220
+        assert text(browser, "#range") == f"round {first:,} – round {last:,}"
+        assert all(first - 20 <= int(mark.replace(",", "")) <= last + 20 for mark in browser.run(AXIS))
+        found = "[...document.querySelectorAll('#charts-now figure:not([hidden]) .grid')].map(one => one.lastChild.textContent)"
+        assert len(set(browser.run(found))) == 1  # all curves
+        shared = browser.run("location.search")
+        browser.run(f"{pad}.focus()")
+        browser.press("+")
+        browser.wait_for(f"location.search !== {shared!r}")
+        browser.press("Escape")
+        browser.wait_for(f"location.search === '' && {now}.startsWith('One point for 16 rounds')")
+        open_live(browser, node, f"{shared}#learning")
+        browser.wait_for(f"{now}.startsWith('One point per round') && !document.getElementById('view-learning').hidden")
+        browser.run("document.querySelector('#axis input[value=time]').click()")
+        browser.wait_for("location.search.includes('from=17000') && location.search.includes('x=time')")
+        browser.wait_for(f"{now}.startsWith('One point per round')")
+        browser.run("document.getElementById('whole').click()")
+        browser.wait_for(f"location.search === '?x=time' && {now}.startsWith('One point for 16 rounds')")
+        assert browser.run("document.getElementById('whole').hidden")
+        for odd in ("?from=9&to=1", "?from=-1&to=5", "?from=1&to=1e99", "?from=x&to=y", "?x=time&from=1e12&to=1e12"):
+            open_live(browser, node, odd)
+            browser.wait_for(f"{now}.startsWith('One point for 16 rounds')")
+            assert browser.run("document.getElementById('whole').hidden")
+        open_live(browser, node, "?x=time&from=5&to=500")
+        browser.wait_for("document.querySelectorAll('#charts-now .plot.none').length >= 2")
+        assert "nothing in this range" in text(browser, "#charts-now figure:nth-child(2)")
+        browser.run(f"{pad}.dispatchEvent(new MouseEvent('dblclick'))")
+        browser.wait_for("location.search === '?x=time' && !document.querySelector('#charts-now .plot.none')")
+        assert complaints(browser, node) == []
+
+
+def test_runs_that_started_at_different_times_are_compared_since_their_start_and_by_the_clock(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    for number, begin in enumerate((1_700_000_000, 1_700_050_000)):
+        folder = tmp_path / "testbed" / f"node-{number}"
+        folder.mkdir(parents=True)
+        rows = [round_row(one, random.Random(0)) | {"time_s": begin + 36.0 * one} for one in range(1, 201)]
+        rows += [evaluation_row(one, "interval", 0.5) | {"time_s": begin + 36.0 * one} for one in (0, 100, 200)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        told = status(0, rows[199]) | {"pid": 2**22 + 1, "addresses": [], "phase": "ended", "started_at": begin}
+        (folder / "status.json").write_text(json.dumps(told))
+    spans = (
+        "[...document.querySelectorAll('#charts figure:last-child .line')].map(line =>"
+        " { const box = line.getBBox(); return [box.x, box.x + box.width].map(Math.round); })"
+    )
+    with serving_overview(tmp_path / "testbed") as url:
+        browser.open(url + "?x=start")
+        browser.wait_for(f"{spans}.length === 2 && {MARKS}.join() === '0.0 h,0.5 h,1.0 h,1.5 h,2.0 h'")
+        (first, second) = browser.run(spans)
+        assert first == second
+        draw_over(browser, "document.querySelectorAll('[role=slider]')[1]", 0.0, 0.5)
+        browser.wait_for("location.search.startsWith('?x=start&from=0&to=36')")
+        browser.wait_for(f"{MARKS}.at(-1) === '60 min' || {MARKS}.at(-1) === '1.0 h'")
+        browser.run("document.getElementById('whole').click()")
+        browser.run("document.querySelectorAll('#axis input')[2].click()")
+        browser.wait_for(f"{MARKS}.length > 3 && {MARKS}.some(text => text.includes(':00'))")
+        (first, second) = browser.run(spans)
+        assert first[1] < second[0] - 100
+        assert browser.run("location.search") == "?x=time"
+        assert text(browser, "#axis-note") == ""
+
+
 def test_an_overview_says_which_node_is_down_and_why_and_leaves_those_that_ended_in_order(
     browser: Chromium, tmp_path: Path
 ) -> None:
@@ -516,6 +680,12 @@ def test_an_overview_says_which_node_is_down_and_why_and_leaves_those_that_ended
         states = "[...document.querySelectorAll('#nodes-table td[data-verdict]')].map(one => one.textContent)"
         assert browser.run(states) == ["ended", "not running"]
         assert text(browser, "#tiles div:nth-child(2) dd") == "0.25 → 0.75"
+        browser.run("document.querySelector('#nodes-table a').click()")
+        browser.wait_for("document.getElementById('live')?.dataset.state === 'ended'")
+        browser.wait_for("document.querySelector('#tiles dd')?.textContent === '0.25 → 0.75'")
+        assert browser.run("[...document.querySelectorAll('nav a')].filter(one => !one.hidden).map(one => one.hash)") == [
+            "#now", "#learning", "#swarm", "#logs",
+        ]  # fmt: skip
 
 
 def test_a_page_of_a_node_that_has_just_started_says_so(browser: Chromium, node: ServedPage) -> None:

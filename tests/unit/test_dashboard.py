@@ -7,6 +7,7 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from swarm.dashboard.feed import MAX_STREAMS, MAX_WAITING, EventPlaces, EventRes
 from swarm.dashboard.node_page import TOKEN_HEADER, NodePage
 from swarm.dashboard.recent_rollouts import MAX_CHARS, MAX_GROUPS, PAGE_GROUPS, RecentRollouts
 from swarm.dashboard.series import MAX_EVALUATIONS, MAX_MEMBERS, MAX_MERGES, Evaluations, MergeLog, Series
-from swarm.dashboard.shown import WORDS, shown
+from swarm.dashboard.shown import MAX_LOG_BYTES, MAX_LOG_RECORDS, WORDS, read_logs, shown, without_places
 from swarm.dashboard.static_files import is_token, make_token, read_token
 from swarm.errors import NodeNotRunningError
 from swarm.node.controls import ACTIONS, NodeControls
@@ -121,6 +122,38 @@ class TestSeries:
         assert len(points["sources"]) == len(points["signals"]) == MAX_MEMBERS
         assert points["sources"]["sums"][0] == 0.375  # joined with the bucket beside it
 
+    def test_a_part_of_a_long_run_has_more_detail_within_the_same_bound(self) -> None:
+        series = Series(max_buckets=100)
+        for number in range(1, 100_001):
+            more = {"time_s": 1e9 + 2.0 * number, "train/loss": None if number % 2 else -1.0}
+            series.add(row(number, number / 1e5, **more, **{"rollout/reward_by_source": {"sums": 0.5}}))
+        assert series.points()["width"] == 1024
+        part = series.part("round", 50_000, 50_079)
+        assert part["width"] == 1 and part["start"] == list(range(49_999, 50_081))  # and one on either side
+        assert part["reward"]["mean"][1] == 0.5 and part["time_s"][1] == 1e9 + 100_000
+        assert part["loss"]["mean"][:3] == [None, -1.0, None] and part["sources"] == {"sums": [0.5] * 82}
+        assert series.part("time", 1e9 + 100_000, 1e9 + 100_158) == part
+        assert part["kl"] == {kind: [None] * 82 for kind in ("mean", "min", "max")}
+        part = series.part("round", 2_000, 3_000)
+        assert part["width"] == 16 and part["start"][0] == 1984 and len(part["start"]) <= 104
+        first = part["start"].index(2000)
+        assert [part["reward"][kind][first] for kind in ("min", "mean", "max")] == [0.02, 0.020075, 0.02015]
+        for kind, first, last in (("round", 0, 1e12), ("time", 0, 1e12), ("round", 1e6, 2e6), ("time", 1, 2)):
+            assert len(series.part(kind, first, last)["start"]) <= 104
+        json.dumps(series.part("round", 99_990, 1e12), allow_nan=False)
+        assert Series().part("time", 1, 2)["start"] == []
+
+    def test_the_oldest_rounds_are_forgotten_one_by_one_and_a_restart_undoes_them_too(self) -> None:
+        series = Series(max_buckets=8, max_rounds=64)
+        for number in range(200):
+            series.add(row(number, number / 200, time_s=float(number)))
+        assert series.part("round", 10, 13)["width"] == series.points()["width"] == 32
+        assert series.part("round", 10, 13)["start"] == [0, 32]
+        assert series.part("round", 190, 195)["start"] == list(range(189, 197))
+        series.add(row(192, 9e299, time_s=1.0))
+        assert series.part("round", 190, 195)["start"] == [189, 190, 191, 192]
+        assert 9e37 < series.part("round", 190, 195)["reward"]["mean"][-1] < 1e39
+
 
 class TestEvaluations:
     def test_held_out_rewards_by_task_and_what_a_restart_undoes(self) -> None:
@@ -195,6 +228,91 @@ def test_shown_values_are_strict_json_and_their_text_hides_nothing() -> None:
     for _ in range(100):
         deep = [deep]
     assert len(json.dumps(shown(deep))) < 100
+
+
+RECORDS = [
+    (
+        "INFO",
+        "listening on /ip4/10.1.2.3/tcp/4001/p2p/12D3KooWMMMMv7sg9v4zVraj77Wvvww7wuDMKWET4fSLxDU9Wy9x",
+        "listening on …",
+    ),
+    ("INFO", "the page on http://u:pw@10.0.0.2:80/x?a=1, it is open", "the page on …, it is open"),
+    ("INFO", "node a in runs/mine/node-7 and /srv/al/node-7/x.json", "node a in … and …"),
+    ("INFO", "[Errno 2] No such file: '/home/my user/x y.txt'", "[Errno 2] No such file: '…'"),
+    ("INFO", "peer at 10.0.0.2:80, fe80::1ff:fe23:4567:890a and al@host.org", "peer at …, … and …"),
+    ("INFO", "token=abc, then api_key: x and hf_abcdefghijklmnop1", "… then … and …"),
+    ("INFO", "from ~/x/y, ./base, C:\\Users\\al", "from …, …, …"),
+    ("INFO", "round 7: reward 0.19, 17 tokens/s at 03:55:47, Qwen/Qwen2.5-0.5B", None),
+    ("WARNING", "node 12D3KooWMMMMv7sg9v4zVraj77Wvvww7wuDMKWET4fSLxDU9Wy9x of 5e1b509398ea (merging.enabled)", None),
+]
+
+
+def write_log(folder: Path, records: list[tuple[str, str]], run: int = 1) -> None:
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    lines = [
+        f"2026-11-25 03:55:{n % 60:02},123 {level:<7} swarm.x: {text}\n" for n, (level, text) in enumerate(records)
+    ]
+    (folder / "logs" / f"run-{run:04}.log").write_text("".join(lines))
+
+
+class TestLogs:
+    def test_everybody_sees_lines_without_addresses_folders_and_secrets_and_the_token_shows_all(
+        self, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "node-7"
+        write_log(folder, [(level, text) for level, text, _ in RECORDS])
+        told = read_logs(folder)
+        assert not told["is_whole"]
+        assert [one["message"] for one in told["records"]] == [seen or text for _, text, seen in RECORDS]
+        whole = read_logs(folder, is_whole=True)
+        assert [one["message"] for one in whole["records"]] == [text for _, text, _ in RECORDS]
+        assert read_logs(folder, find="10.1.2.3")["records"] == []  # what is hidden cannot be guessed by a search
+        assert len(read_logs(folder, find="10.1.2.3", is_whole=True)["records"]) == 1
+        assert [one["level"] for one in read_logs(folder, "warning")["records"]] == ["WARNING"]
+
+    def test_of_a_traceback_everybody_sees_the_last_line(self, tmp_path: Path) -> None:
+        write_log(tmp_path, [("ERROR", "a step failed\n  Traceback:\n    secret()\n  ValueError: it is 7")])
+        (one,) = read_logs(tmp_path)["records"]
+        assert one["message"] == "a step failed\n  3 lines, the last one: ValueError: it is 7"
+        (one,) = read_logs(tmp_path, is_whole=True)["records"]
+        assert "secret()" in one["message"]
+
+    def test_the_newest_lines_of_the_last_runs_are_read_within_bounds(self, tmp_path: Path) -> None:
+        assert read_logs(tmp_path) == {"records": [], "is_whole": False}
+        for run in range(1, 6):
+            write_log(tmp_path, [("INFO", f"of run {run}")] * 20, run)
+        seen = [one["message"] for one in read_logs(tmp_path)["records"]]
+        assert seen == [f"of run {run}" for run in (3, 4, 5) for _ in range(20)]
+        write_log(tmp_path, [("INFO", f"{number} " + "x" * 10_000) for number in range(1000)], 6)
+        seen = [one["message"] for one in read_logs(tmp_path, find="xx")["records"]]
+        assert seen[-1].startswith("999 ") and all(len(one) < MAX_CHARS + 40 for one in seen)
+        assert len(seen) <= MAX_LOG_BYTES / 10_000
+        write_log(tmp_path, [("INFO", str(number)) for number in range(2000)], 7)
+        seen = [one["message"] for one in read_logs(tmp_path)["records"]]
+        assert seen == [str(number) for number in range(2000 - MAX_LOG_RECORDS, 2000)]
+
+    @pytest.mark.parametrize("text", ["a.", "a:", "::", "/", "'/", "1.", "a-1", "a/", "/node-", "token ", "@"])
+    def test_no_text_of_a_stranger_takes_long(self, text: str) -> None:
+        begin = time.process_time()
+        without_places(text * 20_000, "node-7")
+        assert time.process_time() - begin < 2.0
+
+    async def test_a_silo_shows_logs_for_the_token_only_and_others_the_rest_of_them(
+        self, tmp_path: Path, client: httpx.AsyncClient
+    ) -> None:
+        write_log(tmp_path, [("INFO", "at /ip4/10.1.2.3/tcp/4001")])
+        page, _ = node_page(tmp_path)
+        async with served(page) as url:
+            (one,) = (await client.get(f"{url}api/logs?level=nonsense")).json()["records"]
+            assert one["message"] == "at …"
+            headers = {TOKEN_HEADER: read_token(tmp_path)}
+            (one,) = (await client.get(f"{url}api/logs", headers=headers)).json()["records"]
+            assert one["message"] == "at /ip4/10.1.2.3/tcp/4001"
+            assert (await client.get(f"{url}api/logs?level=error&find=x")).json()["records"] == []
+        page._is_private = True
+        async with served(page) as url:
+            assert (await client.get(f"{url}api/logs")).status_code == 401
+            assert (await client.get(f"{url}api/logs", headers={TOKEN_HEADER: read_token(tmp_path)})).status_code == 200
 
 
 class TestFeed:
@@ -569,6 +687,25 @@ class TestNodePage:
         assert [one["round"] for one in state["merges"]] == list(range(1000, 0, -100))
         assert [one["name"] for one in state["peers"]] == [one["name"] for one in told["peers"]]
         assert state["status"]["last_round"]["train/kl"] is None and "pid" not in state["status"]
+
+    async def test_a_part_of_the_curves_is_told_for_a_range_that_can_be(
+        self, tmp_path: Path, client: httpx.AsyncClient
+    ) -> None:
+        rows = [round_row(number, random.Random(0)) for number in range(1, 1001)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+        page, _ = node_page(tmp_path)
+        async with served(page) as url:
+            assert page._loading is not None
+            await page._loading
+            part = (await client.get(f"{url}api/series?x=round&from=100&to=200")).json()
+            assert part["width"] == 1 and part["start"] == list(range(99, 202))
+            odd_ranges = (("1", ""), ("9", "9"), ("-1", "5"), ("nan", "2"), ("0", "inf"), ("0", "1e13"), ("0", "[]"))
+            for first, last in odd_ranges:
+                answer = await client.get(f"{url}api/series?x=time&from={first}&to={last}")
+                assert answer.status_code == 400
+            for odd in ("", "x=round&from=1", "x=a&from=1&to=2"):
+                answer = await client.get(f"{url}api/series?{odd}")
+                assert answer.status_code == 400 and "such as ?x=round&from=0&to=99" in answer.json()["error"]
 
     async def test_what_happens_is_streamed(self, tmp_path: Path, client: httpx.AsyncClient) -> None:
         page, _ = node_page(tmp_path)

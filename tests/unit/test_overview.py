@@ -124,8 +124,10 @@ async def test_a_name_with_several_addresses_is_several_nodes_and_is_looked_up_a
 
 ODD_PARTS = (
     b'"curve": 5', b'"curve": {"start": "ab"}', b'"curve": {"start": [1]}', b'"curve": {"start": [-5], "reward": [1]}',
-    b'"curve": {"start": [1e999], "reward": [1]}', b'"curve": {"start": [1], "reward": ["1"]}', b'"round": "1"',
-    b'"held_out": {"start": [1]}', b'"exchange": [{}]', b'"exchange": [{"peer_id": "a", "groups_admitted": -1}]',
+    b'"held_out": {"start": [1], "reward": [1], "time_s": [1, 2]}', b'"curve": {"start": [1e999], "reward": [1]}',
+    b'"curve": {"start": [1], "reward": [1], "time_s": ["now"]}', b'"curve": {"start": [1], "reward": ["1"]}',
+    b'"round": "1"', b'"held_out": {"start": [1]}', b'"exchange": [{}]',
+    b'"exchange": [{"peer_id": "a", "groups_admitted": -1}]',
     b'"exchange": [' + b",".join([b'{"peer_id": "a"}'] * 65) + b"]", b'"reward": [1]',
     b'"tokens_per_s": true', b'"peers": {}', b'"started_at": "now"', b'"phase": null',
 )  # fmt: skip
@@ -194,11 +196,37 @@ async def test_folders_are_nodes_too_and_one_that_has_ended_is_shown_from_its_fi
         assert listed["node-2"]["summary"]["advice"] == ["line 0", "line 1", "line 2"]
         ended = listed["node-10"]
         assert not ended["is_alive"] and ended["address"] == "" and "it ended after round 3" in ended["error"]
-        assert ended["summary"]["held_out"] == {"start": [0, 3], "reward": [0.25, 0.75]}
+        assert ended["summary"]["held_out"] == {"start": [0, 3], "time_s": [1000.0, 1003.0], "reward": [0.25, 0.75]}
+        assert ended["summary"]["curve"]["time_s"] == pytest.approx([row["time_s"] for row in rows[1:-1]], abs=0.5)
         assert ended["summary"]["exchange"] == [{"peer_id": "12D", "groups_admitted": 5, "bodies_taken": 2}]
         assert len(ended["summary"]["curve"]["start"]) == 3 and ended["summary"]["verdict"] == "not running"
         client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
-        assert (await client.get(f"{base}node/{ended['key']}/api/state")).status_code == 404
+        there = f"{base}node/{ended['key']}/"
+        state = (await client.get(f"{there}api/state")).json()
+        assert state["is_ended"] and state["status"]["verdict"] == "not running"
+        assert state["series"]["start"] == [1, 2, 3] and state["evaluations"]["mean"] == [0.25, 0.75]
+        assert not state["status"].keys() & {"pid", "failure"} and state["peers"][0]["peer_id"] == "12D"
+        for what in ("rollouts", "config", "events", "summary"):
+            assert (await client.get(f"{there}api/{what}")).status_code == 404
+        assert (await client.get(f"{there}api/series?x=round&from=2&to=9")).json()["start"] == [1, 2, 3]
+        running = f"{base}node/{listed['node-3']['key']}/api/series"
+        assert (await client.get(f"{running}?x=round&from=2&to=9")).json()["start"] == [7]
+        for address in (f"{there}api/series", f"{running}?x=round&from=b&to=1"):
+            assert (await client.get(address)).status_code == 400
+        assert "settings" in (await client.get(f"{base}node/{listed['node-3']['key']}/api/config")).json()
+        for number in (2, 10):
+            (tmp_path / "testbed" / f"node-{number}" / "logs").mkdir()
+            line = "2026-11-25 03:55:47,123 INFO    swarm.x: <b>ended</b> at 10.0.0.2\n"
+            (tmp_path / "testbed" / f"node-{number}" / "logs" / "run-0001.log").write_text(line)
+        assert (await client.get(f"{there}api/logs")).status_code == 401  # nothing says that it is of no silo
+        for number, settings in ((2, '[swarm]\nsilo_owner = "x"\n'), (10, '[swarm]\nname = "x"\n')):
+            (tmp_path / "testbed" / f"node-{number}" / "config.toml").write_text(settings)
+        (one,) = (await client.get(f"{there}api/logs?level=info&find=%3Cb")).json()["records"]
+        assert one["message"] == "<b>ended</b> at …"
+        assert (await client.get(f"{base}node/{listed['node-2']['key']}/api/logs")).status_code == 401
+        (tmp_path / "testbed" / "node-10" / "status.json").write_text("{}")
+        overview._ended._readings._tasks.clear()
+        assert (await client.get(f"{there}api/state")).status_code == 503
         kept = overview.watch.nodes[ended["key"]]
         await overview.watch.resolve()
         assert overview.watch.nodes[ended["key"]] is kept  # its files are read once

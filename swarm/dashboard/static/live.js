@@ -2,7 +2,7 @@
 
 import { byId, say } from "./dom.js";
 
-const WORDS = { wait: "connecting", on: "live", off: "connection lost" };
+const WORDS = { wait: "connecting", on: "live", off: "connection lost", ended: "ended, shown from its files" };
 const FIRST_PAUSE_MS = 1000, LONGEST_PAUSE_MS = 15000;
 
 export class Live {
@@ -26,7 +26,8 @@ export class Live {
       if (!answer.ok) throw new Error(`status ${answer.status}`);
       const state = await answer.json();
       this.onState(state);
-      this.listen(state.event_id);
+      if (state.is_ended) tell("ended");
+      else this.listen(state.event_id);
     } catch (error) {
       this.lost(error);
     } finally {

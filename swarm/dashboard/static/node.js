@@ -1,15 +1,17 @@
 // The page of one node.
 
-import { Chart } from "./chart.js";
+import { axis, follow } from "./axis.js";
+import { Chart, ends, redraw } from "./chart.js";
 import { Controls, removeControls } from "./controls.js";
 import { ago, byId, bytes, duration, fillFacts, make, moment, number, say, short, showIf } from "./dom.js";
 import { Live } from "./live.js";
+import { Logs } from "./logs.js";
 import { SwarmMap } from "./map.js";
 import { Rollouts } from "./rollouts.js";
 import { Table } from "./table.js";
 
 const NO_EVALUATIONS = { start: [], time_s: [], mean: [], sources: {} };
-const view = { status: {}, peers: [], series: { start: [], width: 1 }, evaluations: NO_EVALUATIONS, merges: [], reasons: {}, swarm: "", mergesAdapters: false, maxRounds: null, skewS: 0, dirty: new Set() };
+const view = { status: {}, peers: [], series: { start: [], width: 1 }, evaluations: NO_EVALUATIONS, merges: [], reasons: {}, swarm: "", mergesAdapters: false, maxRounds: null, isLoading: false, isEnded: false, part: null, skewS: 0, dirty: new Set() };
 const nowS = () => Date.now() / 1000 + view.skewS;
 const isViewed = document.body.dataset.mode === "viewed";
 
@@ -19,7 +21,7 @@ const isViewed = document.body.dataset.mode === "viewed";
 const NOW = {
   held_out: ["Reward on held-out tasks", { floor: 0, lines: true }],
   reward: ["Reward of sampled answers", { floor: 0 }],
-  share: ["Groups trained on, by round", { floor: 0, lines: true }],
+  share: ["Groups trained on in a round", { floor: 0, lines: true }],
   tokens_per_s: ["Throughput", { unit: " tokens/s", floor: 0 }],
 };
 const LEARNING = {
@@ -111,6 +113,7 @@ async function loadSettings() {
 }
 
 const controls = isViewed ? null : new Controls(() => { rollouts.again(); open(); });
+const logs = new Logs(() => (controls ? controls.headers() : {}));
 const rollouts = new Rollouts(() => (controls ? controls.headers() : {}), () => view.reasons);
 if (isViewed) {
   removeControls();
@@ -121,7 +124,7 @@ if (isViewed) {
 
 // ---- views ---------------------------------------------------------------------------------------------------------
 
-const VIEWS = ["now", "learning", "swarm", "rollouts", "config"];
+const VIEWS = ["now", "learning", "swarm", "rollouts", "logs", "config"];
 
 /** Show the view that the address names, the first one where it names none. */
 function open() {
@@ -133,7 +136,9 @@ function open() {
     else link.removeAttribute("aria-current");
   }
   for (const id of ["tiles", "advice"]) byId(id).classList.toggle("elsewhere", name !== "now");
+  showIf(byId("tools"), name === "now" || name === "learning");
   if (name === "config") loadSettings();
+  logs.see(name === "logs");
 }
 addEventListener("hashchange", () => { open(); scrollTo(0, 0); });
 open();
@@ -154,14 +159,16 @@ const PARTS = {
     drawMap();
   },
   series: () => {
-    const { width, start, time_s } = view.series, places = { start, width, time_s };
-    for (const name of METRICS) if (charts.has(name)) charts.get(name).show({ ...places, ...view.series[name] });
-    charts.get("share").show({ ...places, curves: [{ name: "own", values: view.series.own?.mean || [] }, { name: "of peers", values: view.series.swarm?.mean || [] }] });
-    for (const family of FAMILIES) showCurves(family, { ...places, curves: named(view.series[family]) });
-    say(byId("curves-note"), !start.length ? "The curves begin with the first round."
-      : width > 1 ? `One point for ${number(width)} rounds: the line is their smoothed mean, the shaded area shows minimum and maximum. Arrow keys read values.`
-        : "One point per round; the bold line is smoothed. Arrow keys read values.");
-    const still = longestPause(time_s || []);
+    if (!view.series.time_s) return;  // nothing has come yet
+    const series = (axis.from !== null && view.part) || view.series, { width, start, time_s } = series;
+    const places = { start, width, time_s, ends: view.part && endsOf(view.series) };
+    for (const name of METRICS) if (charts.has(name)) charts.get(name).show({ ...places, ...series[name] });
+    charts.get("share").show({ ...places, curves: [{ name: "own", values: series.own?.mean || [] }, { name: "of peers", values: series.swarm?.mean || [] }] });
+    for (const family of FAMILIES) showCurves(family, { ...places, curves: named(series[family]) });
+    say(byId("curves-note"), !start.length ? (view.isLoading ? "Earlier rounds are being read." : "The curves begin with the first round.")
+      : width > 1 ? `One point for ${number(width)} rounds: the line is their smoothed mean, the shaded area shows minimum and maximum. ${HOW}`
+        : `One point per round; the bold line is smoothed. ${HOW}`);
+    const still = longestPause(view.series.time_s || []);
     say(byId("still"), still ? `No round ended for ${duration(still.lengthS)}, until ${moment(still.untilS)}.` : "");
   },
   evaluations: () => {
@@ -173,6 +180,7 @@ const PARTS = {
   merges: () => merges.show(view.merges),
 };
 
+const HOW = "Draw over a curve to see a part of it, double click for the whole run. Arrow keys read values, + and − zoom.";
 const named = (curves) => Object.entries(curves || {}).map(([name, values]) => ({ name, values }));
 
 function showCurves(name, points) {
@@ -235,7 +243,7 @@ function drawStatus() {
   if (document.title !== title) document.title = title;
   say(byId("phase"), s.phase || "starting");
   byId("phase").dataset.phase = s.phase || "starting";
-  say(byId("about"), [s.started_at ? `for ${duration(nowS() - s.started_at)}` : "", view.swarm ? `in the swarm “${view.swarm}”` : ""].filter(Boolean).join(" "));
+  say(byId("about"), [s.started_at && !view.isEnded ? `for ${duration(nowS() - s.started_at)}` : "", view.swarm ? `in the swarm “${view.swarm}”` : ""].filter(Boolean).join(" "));
   say(byId("peer-id"), s.peer_id || "");
   say(byId("verdict"), s.verdict ? `${s.verdict}: ${s.why || ""}` : "");
   byId("verdict").dataset.verdict = s.verdict || "";
@@ -302,11 +310,52 @@ function mark(...parts) {
 function takeState(state) {
   for (const family of FAMILIES) state.series[family] = Object.assign(Object.create(null), state.series[family]);  // names are anybody's
   view.skewS = state.now_s - Date.now() / 1000;
-  Object.assign(view, { status: state.status, peers: state.peers, series: state.series, evaluations: state.evaluations || NO_EVALUATIONS, merges: state.merges, reasons: state.reasons, swarm: state.swarm, mergesAdapters: state.merges_adapters, maxRounds: state.max_rounds });
+  Object.assign(view, { status: state.status, peers: state.peers, series: state.series, evaluations: state.evaluations || NO_EVALUATIONS, merges: state.merges, reasons: state.reasons, swarm: state.swarm, mergesAdapters: state.merges_adapters, maxRounds: state.max_rounds, isLoading: state.is_loading });
   say(byId("version"), `swarm ${state.version}`);
   if (controls) controls.show(state.controls);
-  rollouts.announce(state.rollouts);
+  if (state.is_ended) {  // they were in its memory
+    view.isEnded = logs.isEnded = true;
+    byId("controls").replaceChildren();
+    for (const one of ["rollouts", "config"]) showIf(document.querySelector(`nav a[href="#${one}"]`), false);
+  } else rollouts.announce(state.rollouts);
   mark("status", "peers", "series", "evaluations", "merges");
+}
+
+/** The first and the last place of a series on the axis. */
+function endsOf({ start, time_s: times, width }) {
+  const [all, more] = axis.kind === "round" ? [start, width - 1] : [times.filter((time) => time !== null), 0];
+  return all.length ? [all[0], all[all.length - 1] + more] : null;
+}
+
+/** The range that is shown, on another axis: from the nearest points. */
+function sameRange(kind) {
+  const series = view.part || view.series, on = (name) => (name === "round" ? series.start : series.time_s);
+  const near = (at) => on(kind)[on(axis.kind).reduce((best, x, place, all) => (x !== null && Math.abs(x - at) < Math.abs(all[best] - at) ? place : best), 0)];
+  const [from, to] = [near(axis.from), near(axis.to)];
+  return from < to ? [from, to] : null;
+}
+
+const PART_PAUSE_MS = 5000;
+let partNumber = 0, partTimer = 0;
+
+/** Ask for the points of the range that is shown: they are finer than those of the whole run. */
+async function loadPart() {
+  clearTimeout(partTimer);
+  partTimer = 0;
+  const number = ++partNumber, { kind, from, to } = axis;
+  if (from === null) {
+    view.part = null;
+    mark("series");
+    return;
+  }
+  redraw();
+  try {
+    const answer = await fetch(`api/series?${new URLSearchParams({ x: kind, from, to })}`, { cache: "no-store" });
+    if (answer.ok && number === partNumber) {
+      view.part = await answer.json();
+      mark("series");
+    }
+  } catch { /* those of the whole run are shown */ }
 }
 
 /** The newest bucket, again or for the first time; where buckets became wider the whole curve is fetched. */
@@ -327,6 +376,7 @@ function takePoint(point) {
     curve[place] = values[0];
   }
   mark("series");
+  if (axis.from !== null && !partTimer) partTimer = setTimeout(loadPart, PART_PAUSE_MS);
 }
 
 const live = new Live(takeState, {
@@ -351,4 +401,9 @@ const live = new Live(takeState, {
   rollouts: (event) => rollouts.announce(event.number),
   controls: (event) => controls && controls.show(event.controls),
 });
+follow(["round", "time"], () => {
+  view.part = null;
+  mark("series", "evaluations");
+  loadPart();
+}, ends, sameRange);
 live.start();

@@ -1,6 +1,7 @@
 // All nodes on one page.
 
-import { Chart } from "./chart.js";
+import { axis, follow } from "./axis.js";
+import { Chart, ends } from "./chart.js";
 import { ago, byId, fillFacts, make, number, say, short, showIf } from "./dom.js";
 import { tell } from "./live.js";
 import { SwarmMap } from "./map.js";
@@ -8,11 +9,12 @@ import { Table } from "./table.js";
 
 const PAUSE_MS = 3000, MAX_POINTS = 100, MOST_ON_MAP = 24;
 
-const heldOut = new Chart(byId("charts"), "Reward on held-out tasks, by round", { floor: 0, lines: true });
-const sampled = new Chart(byId("charts"), "Reward of sampled answers, by round", { floor: 0, lines: true });
+const heldOut = new Chart(byId("charts"), "Reward on held-out tasks", { floor: 0, lines: true });
+const sampled = new Chart(byId("charts"), "Reward of sampled answers", { floor: 0, lines: true });
 const map = new SwarmMap(byId("map"), "Who gave groups to whom");
 
 const of = (name) => (node) => node.summary[name];
+let shownNodes = [];
 const nowS = () => Date.now() / 1000;
 const nameOf = (node) => node.label || node.summary.name || node.address;
 const last = (node) => node.summary.held_out?.reward.at(-1);
@@ -78,7 +80,7 @@ function exchange(nodes) {
 }
 
 function link(cell, node) {
-  if (!node.address) {
+  if (!node.has_page) {
     say(cell, nameOf(node));
     return;
   }
@@ -118,6 +120,38 @@ function onto(count, width, curve) {
   return values;
 }
 
+/** Curves over the same parts of the time, by the clock or since the start of each run: rewards are means in each part. */
+function timed(nodes, name) {
+  const found = nodes.map((node) => {
+    const { time_s: times = [], reward } = node.summary[name] || {}, begin = axis.kind === "start" ? beginOf(node) : 0;
+    return { name: nameOf(node), points: times.flatMap((time, place) => (time === null || reward[place] === null ? [] : [[time - begin, reward[place]]])) };
+  }).filter((curve) => curve.points.length);
+  const all = found.flatMap((curve) => curve.points.map(([time]) => time));
+  const first = all.reduce((a, b) => Math.min(a, b), axis.kind === "start" ? 0 : Infinity), last = all.reduce((a, b) => Math.max(a, b), first);
+  const part = (last - first) / MAX_POINTS || 1;
+  const times = all.length ? Array.from({ length: MAX_POINTS }, (_, place) => first + (place + 0.5) * part) : [];
+  const within = ({ points }) => {
+    const parts = times.map(() => []);
+    for (const [time, reward] of points) parts[Math.min(MAX_POINTS - 1, Math.floor((time - first) / part))].push(reward);
+    return parts.map((rewards) => (rewards.length ? rewards.reduce((a, b) => a + b) / rewards.length : null));
+  };
+  return { time_s: times, part, reach: 2, isRaw: name === "held_out", curves: found.map((curve) => ({ name: curve.name, values: within(curve) })) };
+}
+
+/** When a run began, as far as is known: a process that was started again began later. */
+function beginOf(node) {
+  const { started_at: started, curve, held_out: heldOut } = node.summary;
+  return [started, curve?.time_s?.[0], heldOut?.time_s?.[0]].filter((time) => typeof time === "number").reduce((a, b) => Math.min(a, b), Infinity);
+}
+
+function drawCurves() {
+  const isByRound = axis.kind === "round";
+  sampled.show(isByRound ? together(shownNodes) : timed(shownNodes, "curve"));
+  heldOut.show(isByRound ? evaluated(shownNodes) : timed(shownNodes, "held_out"));
+  const untimed = isByRound ? [] : shownNodes.filter((node) => node.summary.curve?.start.length && !node.summary.curve.time_s?.length);
+  say(byId("axis-note"), untimed.length ? `Of an older version, which tells no times: ${untimed.map(nameOf).join(", ").slice(0, LONGEST_LINE)}` : "");
+}
+
 function show(told) {
   const nodes = [...told.nodes].sort((a, b) => nameOf(a).localeCompare(nameOf(b), "en", { numeric: true })), alive = nodes.filter((node) => node.is_alive);
   const sum = (name, some = nodes) => some.reduce((total, node) => total + (node.summary[name] || 0), 0);
@@ -138,8 +172,8 @@ function show(told) {
     ...(nodes.some((node) => typeof node.summary.merges === "number") ? [["Merges", short(sum("merges"))]] : []),
   ]);
   table.show(nodes);
-  sampled.show(together(nodes));
-  heldOut.show(evaluated(nodes));
+  shownNodes = nodes;
+  drawCurves();
   const { pairs: exchanged, known } = exchange(nodes);
   pairs.show(exchanged);
   const shown = [...known].slice(0, MOST_ON_MAP).map(([id, node]) => ({ id, name: nameOf(node), isDead: !node.is_alive }));
@@ -162,4 +196,5 @@ async function ask() {
 
 table.sortBy(table.columns[0], false);
 pairs.sortBy(pairs.columns[2], true);
+follow(["round", "start", "time"], drawCurves, ends);
 ask();
