@@ -35,6 +35,7 @@ from swarm.network.hivemind.parts import (
     PeerID,
     StreamInfo,
     hivemind_cli,
+    p2pclient,
     use_hivemind_log_handler,
 )
 from swarm.network.reach.role import Role, addresses_from_daemon
@@ -334,6 +335,7 @@ class HivemindSession:
 
 async def _attach(folder: RuntimeFolder, guard: IndexGuard, role: Role) -> tuple[P2P, DHTNode]:
     """Connect to the daemon and start a DHT node on it, protected by `guard`."""
+    p2pclient.ControlClient = call_repairs.WholeMessages  # hivemind takes the class from there
     # A subclass per session is the only way to tell hivemind where its client socket goes.
     private_p2p: type[P2P] = type("PrivateP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder.path}/"})
     p2p = await private_p2p.replicate(Multiaddr(f"/unix{folder.path}/control.sock"))

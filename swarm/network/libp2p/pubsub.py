@@ -19,6 +19,7 @@ from typing import Any
 from swarm.network.gossip import ForwarderGuard
 from swarm.network.libp2p.parts import ID, IHost, INetStream, Pubsub, RpcQueue, StreamError, rpc_pb2, trio
 from swarm.network.libp2p.router import BoundedGossipSub, SeenMessages, message_id
+from swarm.network.requests.framing import encode_frame
 from swarm.network.transport import GossipHandler, TrafficCounter, ValidationResult
 
 logger = logging.getLogger(__name__)
@@ -26,16 +27,6 @@ logger = logging.getLogger(__name__)
 
 class OversizeFrame(ValueError):
     """A peer announces a frame longer than allowed, or a malformed length."""
-
-
-def encode_frame(payload: bytes) -> bytes:
-    """Return the length of `payload`, then `payload`."""
-    length, prefix = len(payload), bytearray()
-    while length > 0x7F:
-        prefix.append(length & 0x7F | 0x80)
-        length >>= 7
-    prefix.append(length)
-    return bytes(prefix) + payload
 
 
 class FrameReader:
