@@ -11,7 +11,7 @@ from measuring.node_processes import Footprint
 HEADLINE_NODES = 8
 _HEAD = (
     "system", "N", "body KiB", "bodies per node", "p50 s", "worst s", "complete", "KiB on the wire per node",
-    "CPU ms per node", "MiB per node", "rounds",
+    "CPU ms per node", "of it Python", "MiB per node", "rounds",
 )  # fmt: skip
 
 
@@ -42,14 +42,25 @@ class Measurement:
     @property
     def wire_kib(self) -> float | None:
         """Per node and round: sent, which on loopback is received. Of complete rounds."""
-        sizes = [one.wire_bytes / one.num_nodes / 1024 for one in self.rounds if one.seconds is not None]
+        sizes = [one.wire_bytes / one.num_nodes / 1024 for one in self._complete]
         return statistics.median(sizes) if sizes else None
 
     @property
     def cpu_ms(self) -> float | None:
         """Processor time per node and round. Of complete rounds."""
-        times = [1000 * one.cpu_s / one.num_nodes for one in self.rounds if one.seconds is not None]
-        return statistics.median(times) if times else None
+        return self._median_ms([one.python_cpu_s + one.children_cpu_s for one in self._complete])
+
+    @property
+    def python_cpu_ms(self) -> float | None:
+        """The part of `cpu_ms` that the Python processes took; the rest is that of their daemons."""
+        return self._median_ms([one.python_cpu_s for one in self._complete])
+
+    @property
+    def _complete(self) -> list[Round]:
+        return [one for one in self.rounds if one.seconds is not None]
+
+    def _median_ms(self, seconds_of_all: Sequence[float]) -> float | None:
+        return 1000 * statistics.median(seconds_of_all) / self.case.num_nodes if seconds_of_all else None
 
     def payload_kib(self, name: str) -> float | None:
         """Mean of a node's own counter per round, where the system has one."""
@@ -69,6 +80,7 @@ class Measurement:
             "completeness": round(self.completeness, 4),
             "wire_kib_per_node": _rounded(self.wire_kib),
             "cpu_ms_per_node": _rounded(self.cpu_ms),
+            "python_cpu_ms_per_node": _rounded(self.python_cpu_ms),
             "payload_sent_kib": _rounded(self.payload_kib("bytes_sent")),
             "payload_received_kib": _rounded(self.payload_kib("bytes_received")),
             "node_rss_mib": _rounded(max((one.rss_mib for one in self.footprints), default=None)),
@@ -124,7 +136,7 @@ def print_table(measurements: Iterable[Measurement]) -> None:
         cells = (
             row["system"], row["num_nodes"], row["body_kib"], row["num_bodies"], _text(row["p50_s"]),
             _text(row["worst_s"]), f"{100 * row['completeness']:.0f} %", _text(row["wire_kib_per_node"]),
-            _text(row["cpu_ms_per_node"]), _text(row["node_rss_mib"]), row["rounds"],
+            _text(row["cpu_ms_per_node"]), _text(row["python_cpu_ms_per_node"]), _text(row["node_rss_mib"]), row["rounds"],
         )  # fmt: skip
         print("| " + " | ".join(map(str, cells)) + " |")
 

@@ -57,8 +57,10 @@ class Round:
     num_nodes: int
     wire_bytes: int
     """What the loopback device carried, of all nodes together."""
-    cpu_s: float
-    """Processor time of all nodes together."""
+    python_cpu_s: float
+    """Processor time of the Python processes of all nodes together."""
+    children_cpu_s: float
+    """The same of their children: the network daemons, and what genrl starts."""
     replies: tuple[Reply, ...] = ()
     failure: str = ""
     """Of a node, after which its swarm is of no more use."""
@@ -87,22 +89,23 @@ class NodeSwarm:
                 num_bodies=case.num_bodies,
                 sleep=case.system == "genrl",
             )
-            bytes_before, cpu_before_s = loopback_bytes(), self._cpu_s()
+            bytes_before, cpu_before_s = loopback_bytes(), self._cpu_s_by_part()
             replies = await self._go(time.monotonic() + _SIGNAL_DELAY_S)  # one clock for all processes of a machine
             failures = [reply["error"] for reply in replies if "error" in reply]
             if not failures:
                 ends = await self._all("finish", _STEP_TIMEOUT_S)
                 replies = [reply | end for reply, end in zip(replies, ends, strict=True)]
-            wire_bytes, cpu_s = loopback_bytes() - bytes_before, self._cpu_s() - cpu_before_s
+            wire_bytes, cpu_s = loopback_bytes() - bytes_before, self._cpu_s_by_part()
         except NodeFailed as error:
-            return Round(None, 0, num_nodes, 0, 0.0, failure=str(error))
+            return Round(None, 0, num_nodes, 0, 0.0, 0.0, failure=str(error))
         times = [reply["seconds"] for reply in replies if reply.get("seconds") is not None]
         return Round(
             seconds=max(times) if len(times) == num_nodes else None,
             num_complete=len(times),
             num_nodes=num_nodes,
             wire_bytes=wire_bytes,
-            cpu_s=cpu_s,
+            python_cpu_s=cpu_s[0] - cpu_before_s[0],
+            children_cpu_s=cpu_s[1] - cpu_before_s[1],
             replies=tuple(replies),
             failure=failures[0] if failures else "",
         )
@@ -112,12 +115,13 @@ class NodeSwarm:
 
     async def idle_cpu_percent(self, idle_s: float) -> float:
         """Mean over the nodes, of one core, while no node publishes."""
-        before_s, start = self._cpu_s(), time.monotonic()
+        before_s, start = sum(self._cpu_s_by_part()), time.monotonic()
         await asyncio.sleep(idle_s)
-        return 100 * (self._cpu_s() - before_s) / len(self._nodes) / (time.monotonic() - start)
+        return 100 * (sum(self._cpu_s_by_part()) - before_s) / len(self._nodes) / (time.monotonic() - start)
 
-    def _cpu_s(self) -> float:
-        return sum(node.cpu_s() for node in self._nodes)
+    def _cpu_s_by_part(self) -> tuple[float, float]:
+        parts = [node.cpu_s_by_part() for node in self._nodes]
+        return sum(own for own, _ in parts), sum(children for _, children in parts)
 
     async def _go(self, start_at: float) -> list[Reply]:
         """Replies in the order of nodes; a node that failed or was late answers with its error."""

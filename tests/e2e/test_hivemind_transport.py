@@ -16,7 +16,9 @@ import pytest
 
 from swarm.config import NetworkSection
 from swarm.errors import ConfigError, NetworkError, RequestError
+from swarm.network.hivemind import session
 from swarm.network.hivemind.index_storage import as_claimed
+from swarm.network.hivemind.parts import DHTID
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.index_entry import MAX_VALUE_BYTES, UNSIGNED, IndexValidator, Validity
 from swarm.network.make_transport import make_transport
@@ -150,6 +152,33 @@ async def test_nodes_that_joined_through_one_peer_share_an_index_and_reach_each_
         (address,) = nodes[0].addresses()
         assert address.startswith("/ip4/127.0.0.1/tcp/")
         assert address.endswith(f"/p2p/{nodes[0].peer_id}")
+
+
+async def test_entries_are_stored_without_a_search_until_hosts_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[int] = []
+
+    class CountedSearch(session.IndexSearch):
+        async def run(self) -> None:
+            searched.append(self._target)
+            await super().run()
+
+    def is_searched(key: str) -> bool:
+        return DHTID.generate(source=key) ^ 1 in searched  # other searches keep the table of peers up to date
+
+    monkeypatch.setattr(session, "IndexSearch", CountedSearch)
+    async with swarm(tmp_path, 6) as nodes:
+        node, expires_at = nodes[0], nodes[0].now() + 60
+        await node.load("key 0")  # finds all five others
+        for number in range(1, 4):
+            assert await node.store(f"key {number}", "a", b"1", expires_at)
+        assert not any(is_searched(f"key {number}") for number in range(1, 4))
+        assert await nodes[5].load("key 3") == {"a": b"1"}
+        await asyncio.gather(nodes[3].stop(), nodes[4].stop())
+        assert await node.store("key 4", "a", b"4", expires_at)
+        assert is_searched("key 4")
+        assert await nodes[5].load("key 4") == {"a": b"4"}
 
 
 async def test_later_entry_replaces_an_earlier_one_and_expired_ones_are_gone(tmp_path: Path) -> None:

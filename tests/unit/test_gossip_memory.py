@@ -1,10 +1,15 @@
 """Frames arrive whole however they are cut, and what is remembered of gossiped messages is bounded."""
 
+from typing import Any
+
 import pytest
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.network.libp2p.pubsub import FrameReader, OversizeFrame, encode_frame
+from swarm.network.gossip import ForwarderGuard
+from swarm.network.libp2p.parts import ID, Multiaddr, RpcQueue, create_new_key_pair, new_host, rpc_pb2
+from swarm.network.libp2p.pubsub import FrameReader, GuardedPubsub, OversizeFrame, encode_frame
 from swarm.network.libp2p.router import (
     HISTORY_HEARTBEATS,
     MAX_RECENT,
@@ -12,10 +17,12 @@ from swarm.network.libp2p.router import (
     MAX_WINDOW_IDS,
     SEEN_S,
     WINDOW_HEARTBEATS,
+    BoundedGossipSub,
     RecentMessages,
     SeenMessages,
     message_id,
 )
+from swarm.network.transport import TrafficCounter
 
 
 def test_lengths_are_unsigned_varints() -> None:
@@ -98,3 +105,61 @@ def test_recent_messages_are_bounded_and_nobody_replaces_one() -> None:
     for _ in range(HISTORY_HEARTBEATS):
         recent.shift()
     assert len(recent) == 0 and len(recent._history) == HISTORY_HEARTBEATS
+
+
+def test_who_has_a_message_is_remembered_as_long_as_the_message() -> None:
+    recent, peer, other = RecentMessages(), ID(b"peer"), ID(b"other")
+    recent.put("t", b"id", "message")
+    for name in (b"id", b"never put"):
+        recent.note_holder(name, peer)
+    assert recent.is_held_by(b"id", peer) and not recent.is_held_by(b"id", other)
+    assert not recent.is_held_by(b"never put", peer)
+    for _ in range(HISTORY_HEARTBEATS):
+        recent.shift()
+    assert not recent._holders
+
+
+class _Stream:
+    """The writing end of a gossip stream: what was written, and when."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[float, list[bytes]]] = []
+        self._frames = FrameReader(1 << 16)
+
+    async def write(self, data: bytes) -> None:
+        calls = [rpc_pb2.RPC.FromString(frame) for frame in self._frames.feed(data)]
+        self.written.append((trio.current_time(), [message.data for call in calls for message in call.publish]))
+
+
+def test_messages_of_one_moment_are_written_together_and_not_to_who_has_them() -> None:
+    key_pair = create_new_key_pair(b"h" * 32)
+    host = new_host(key_pair=key_pair, listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")])  # never started
+    peer, stream, queue = ID(b"peer"), _Stream(), RpcQueue()
+
+    def call(data: bytes) -> Any:
+        return rpc_pb2.RPC(publish=[rpc_pb2.Message(data=data, topicIDs=["t"])])
+
+    async def main() -> float:
+        pubsub = GuardedPubsub(host, BoundedGossipSub(), ForwarderGuard(trio.current_time), {}, TrafficCounter())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pubsub.handle_sending_messages, peer, stream, queue)
+            queue.push(call(b"first"))
+            await trio.testing.wait_all_tasks_blocked()
+            for data in (b"held", b"second", b"third"):
+                queue.push(call(data))
+                await trio.testing.wait_all_tasks_blocked()
+            held = message_id("t", b"held")
+            pubsub.router.recent.put("t", held, "message")
+            pubsub.router.recent.note_holder(held, peer)
+            await trio.sleep(1)
+            queue.push(call(b"alone"))
+            now = trio.current_time()
+            await trio.sleep(1)
+            queue.close()
+        return now
+
+    alone_at = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.01))
+    (first_at, first), (second_at, second), alone = stream.written
+    assert first == [b"first"] and second == [b"second", b"third"]
+    assert second_at == pytest.approx(first_at + 0.02)
+    assert alone == (alone_at, [b"alone"])

@@ -13,7 +13,14 @@ pytest.importorskip("hivemind")
 from hivemind.dht.routing import DHTID
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from swarm.network.hivemind.index_search import MAX_ASKED, NUM_NEAREST, SEARCH_TIMEOUT_S, IndexSearch
+from swarm.network.hivemind.index_search import (
+    MAX_ASKED,
+    NUM_NEAREST,
+    PLACES_S,
+    SEARCH_TIMEOUT_S,
+    IndexSearch,
+    KnownPlaces,
+)
 from swarm.network.hivemind.index_storage import IndexEntries
 from swarm.network.memory.virtual_clock import run
 
@@ -123,3 +130,26 @@ def test_a_search_ends_with_the_nearest_that_have_answered() -> None:
 def test_nobody_to_ask_is_an_empty_search() -> None:
     search, _ = searched(Node([], {}))
     assert (search.nearest, search.entries.data) == ([], {})
+
+
+def places(count: int) -> list[tuple[DHTID, Any]]:
+    return [(near(number), near(number)) for number in range(count)]
+
+
+def test_a_search_that_found_everybody_counts_for_every_key_for_a_while() -> None:
+    now = [100.0]
+    known = KnownPlaces(lambda: now[0])
+    known.note(KEY, places(NUM_NEAREST - 1), least=5)
+    assert known.near(near(7)) == places(NUM_NEAREST - 1)
+    now[0] += PLACES_S
+    assert known.near(KEY) == known.near(near(7)) == []
+
+
+def test_a_search_in_a_large_swarm_counts_for_its_key_alone_and_one_that_found_too_few_for_none() -> None:
+    known = KnownPlaces(time.monotonic)
+    known.note(KEY, places(4), least=5)
+    assert known.near(KEY) == []
+    known.note(KEY, places(NUM_NEAREST), least=5)
+    assert known.near(KEY) == places(NUM_NEAREST) and known.near(near(7)) == []
+    known.forget()
+    assert known.near(KEY) == []

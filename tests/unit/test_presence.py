@@ -17,7 +17,7 @@ from swarm.records.presence import (
     verify_presence,
 )
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.records.signing import Purpose, pack, sign_record
+from swarm.records.signing import Purpose, pack, sign_record, verify_once
 from tests.unit.experience_factory import ALICE, MALLORY, NOW, SWARM_ID
 
 SAID = Presence(
@@ -119,3 +119,12 @@ def test_what_a_peer_may_not_say_of_itself(changes: dict[str, object], reason: R
 def test_the_longest_life_is_allowed() -> None:
     record = signed_fields(expires_at=NOW + MAX_LIFETIME_S)
     assert verify_presence(record, SWARM_ID).expires_at == NOW + MAX_LIFETIME_S
+
+
+def test_a_record_that_comes_again_is_not_verified_again_and_a_changed_one_is() -> None:
+    record = sign_presence(ALICE, SWARM_ID, replace(SAID, created_at=NOW + 1))
+    verify_once.cache_clear()
+    for _ in range(2):
+        verify_presence(record, SWARM_ID)
+    assert verify_once.cache_info()[:2] == (1, 1)  # hits, misses
+    assert reason_of(record[:-1] + bytes([record[-1] ^ 1])) is Rejection.BAD_SIGNATURE

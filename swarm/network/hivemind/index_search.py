@@ -14,8 +14,10 @@ import asyncio
 import bisect
 import contextlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.network.hivemind.index_storage import IndexEntries
 from swarm.network.hivemind.parts import DHTID, DHTNode, DictionaryDHTValue, PeerID
 
@@ -24,6 +26,45 @@ NUM_NEAREST = 20
 """A search ends when this many peers have answered and no nearer one is known."""
 MAX_ASKED = 200
 _NUM_AT_ONCE = 8
+
+
+PLACES_S = 30.0
+"""How long the end of a search counts."""
+_MAX_PLACES = 256
+_Places = list[tuple[DHTID, PeerID]]
+
+
+class KnownPlaces:
+    """Remembers where searches ended, so that entries are stored without a search for each.
+
+    A search that found fewer peers than it looks for has found everybody, so it counts for every key. One that found too few
+    for all replicas counts for none: this node, or its swarm, is only just beginning.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._by_target: BoundedMap[DHTID, tuple[float, _Places]] = BoundedMap(_MAX_PLACES)
+        self._everybody: tuple[float, _Places] | None = None
+
+    def note(self, target: DHTID, nearest: _Places, least: int) -> None:
+        """Note the end of a search that has just been made. `least` is the number of replicas."""
+        found = (self._clock(), nearest)
+        if least <= len(nearest) < NUM_NEAREST:
+            self._everybody = found
+        elif len(nearest) >= least:
+            self._by_target[target] = found
+
+    def near(self, target: DHTID) -> _Places:
+        """Return the peers nearest to `target`, in no order; empty where a search has to find them."""
+        for found in (self._everybody, self._by_target.get(target)):
+            if found is not None and self._clock() - found[0] < PLACES_S:
+                return found[1]
+        return []
+
+    def forget(self) -> None:
+        """Forget all of it: a peer did not answer."""
+        self._everybody = None
+        self._by_target.clear()
 
 
 class IndexSearch:

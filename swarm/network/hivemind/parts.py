@@ -55,8 +55,10 @@ from hivemind.dht.routing import DHTID  # noqa: E402
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue  # noqa: E402
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase  # noqa: E402
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID  # noqa: E402
+from hivemind.p2p.p2p_daemon_bindings import p2pclient  # noqa: E402
+from hivemind.p2p.p2p_daemon_bindings.control import ControlClient  # noqa: E402
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo  # noqa: E402
-from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg  # noqa: E402
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe  # noqa: E402
 from hivemind.proto import dht_pb2, p2pd_pb2  # noqa: E402
 from hivemind.utils.logging import use_hivemind_log_handler  # noqa: E402
 from hivemind.utils.multiaddr import Multiaddr  # noqa: E402
@@ -67,6 +69,7 @@ logging.addLevelName(logging.WARNING, "WARNING")  # the import has renamed it to
 __all__ = [
     "DHTID",
     "P2P",
+    "ControlClient",
     "DHTLocalStorage",
     "DHTNode",
     "DHTProtocol",
@@ -83,8 +86,8 @@ __all__ = [
     "ValueWithExpiration",
     "dht_pb2",
     "hivemind_cli",
+    "p2pclient",
     "p2pd_pb2",
     "read_pbmsg_safe",
     "use_hivemind_log_handler",
-    "write_pbmsg",
 ]

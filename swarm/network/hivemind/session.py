@@ -7,6 +7,7 @@ when it opens the first session, since it imports hivemind.
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from swarm.network.hivemind.daemon import (
 )
 from swarm.network.hivemind.daemon_control import DaemonControl, ShortCalls, answered_instead
 from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
-from swarm.network.hivemind.index_search import IndexSearch
+from swarm.network.hivemind.index_search import IndexSearch, KnownPlaces
 from swarm.network.hivemind.parts import (
     DHTID,
     P2P,
@@ -35,6 +36,7 @@ from swarm.network.hivemind.parts import (
     PeerID,
     StreamInfo,
     hivemind_cli,
+    p2pclient,
     use_hivemind_log_handler,
 )
 from swarm.network.reach.role import Role, addresses_from_daemon
@@ -85,6 +87,7 @@ class HivemindSession:
         self.addresses: tuple[str, ...] = ()
         """Multiaddresses of this node, without /p2p."""
         self._on_other_peer = on_other_peer
+        self._places = KnownPlaces(time.monotonic)
 
     @classmethod
     async def open(
@@ -177,7 +180,7 @@ class HivemindSession:
 
     async def refresh(self) -> None:
         """Search for the nearest peers, which fills the routing table and removes peers that do not answer."""
-        await IndexSearch(self._node, self._node.node_id).run()
+        await self._find(self._node.node_id)
 
     async def check(self) -> None:
         """Make a round trip on the connection that carries the DHT. Raises NetworkError where nothing comes back."""
@@ -256,12 +259,34 @@ class HivemindSession:
         hivemind's own `store` returns what the slowest replica said, so a hostile one could deny every success.
         """
         key_id, entry = DHTID.generate(source=key), DHTProtocol.serializer.dumps(wrap(key, value))
-        # Asked for the key itself, each node would send all entries under it. The nodes nearest to the adjacent id are
-        # the same ones in the same order.
+        was_stored = False
+        if nearest := self._places.near(key_id):
+            num_answers, was_stored = await self._store_near(nearest, key_id, subkey, entry, expires_at)
+            if num_answers >= NUM_REPLICAS:
+                return was_stored
+            self._places.forget()
+        nearest = await self._find(key_id)
+        return (await self._store_near(nearest, key_id, subkey, entry, expires_at))[1] or was_stored
+
+    async def _find(self, key_id: DHTID) -> list[tuple[DHTID, PeerID]]:
+        """Search for the nodes nearest to a key, without the entries under it.
+
+        Asked for the key itself, each node would send all of them. The nodes nearest to the adjacent id are the same ones
+        in the same order.
+        """
         search = IndexSearch(self._node, DHTID(key_id ^ 1))
         await search.run()
+        self._places.note(key_id, search.nearest, least=NUM_REPLICAS)
+        return search.nearest
+
+    async def _store_near(
+        self, nearest: Sequence[tuple[DHTID, PeerID]], key_id: DHTID, subkey: str, entry: bytes, expires_at: float
+    ) -> tuple[int, bool]:
+        """Store an entry at NUM_REPLICAS nodes, this one among them if it is near. Returns (how many answered, whether any
+        accepted it).
+        """
         own = [(self._node.node_id, self._node.peer_id)] if self._role.is_full else []
-        candidates = sorted([*search.nearest, *own], key=lambda one: one[0] ^ key_id)[: 2 * NUM_REPLICAS]
+        candidates = sorted([*nearest, *own], key=lambda one: one[0] ^ key_id)[: 2 * NUM_REPLICAS]
         num_answers, is_stored = 0, False
         while candidates and num_answers < NUM_REPLICAS:
             num_missing = NUM_REPLICAS - num_answers
@@ -271,12 +296,13 @@ class HivemindSession:
             )
             num_answers += sum(answer is not None for answer in answers)
             is_stored = is_stored or any(answers)
-        return is_stored
+        return num_answers, is_stored
 
     async def load(self, key: str) -> dict[str, tuple[bytes, float]]:
         """Return {subkey: (value, expires_at)}."""
-        search = IndexSearch(self._node, DHTID.generate(source=key))
+        search = IndexSearch(self._node, key_id := DHTID.generate(source=key))
         await search.run()
+        self._places.note(key_id, search.nearest, least=NUM_REPLICAS)
         found: dict[str, tuple[bytes, float]] = {}
         for subkey, entry in search.entries.data.items():
             stored = DHTProtocol.serializer.loads(entry.value)
@@ -334,6 +360,7 @@ class HivemindSession:
 
 async def _attach(folder: RuntimeFolder, guard: IndexGuard, role: Role) -> tuple[P2P, DHTNode]:
     """Connect to the daemon and start a DHT node on it, protected by `guard`."""
+    p2pclient.ControlClient = call_repairs.WholeMessages  # hivemind takes the class from there
     # A subclass per session is the only way to tell hivemind where its client socket goes.
     private_p2p: type[P2P] = type("PrivateP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder.path}/"})
     p2p = await private_p2p.replicate(Multiaddr(f"/unix{folder.path}/control.sock"))

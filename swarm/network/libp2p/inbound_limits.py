@@ -55,19 +55,20 @@ class EagerLock:
     """
 
     def __init__(self) -> None:
-        self._lock = trio.Lock()
+        self._is_held = False
+        self._waiting = trio.lowlevel.ParkingLot()
 
     async def acquire(self) -> None:
         # A task that is cancelled must end here, as with trio.Lock: below, a message is encrypted and then never sent, after
         # which the other side cannot decrypt the next one.
         await trio.lowlevel.checkpoint_if_cancelled()
-        try:
-            self._lock.acquire_nowait()
-        except trio.WouldBlock:
-            await self._lock.acquire()
+        if self._is_held:
+            await self._waiting.park()  # whoever releases the lock hands it over
+        self._is_held = True
 
     def release(self) -> None:
-        self._lock.release()
+        if not self._waiting.unpark():
+            self._is_held = False
 
     async def __aenter__(self) -> None:
         await self.acquire()

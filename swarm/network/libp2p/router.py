@@ -57,6 +57,7 @@ class RecentMessages:
 
     def __init__(self) -> None:
         self._messages: OrderedDict[bytes, Any] = OrderedDict()
+        self._holders: dict[bytes, set[ID]] = {}
         self._history: list[list[tuple[str, bytes]]] = [[]]  # (topic, id) by heartbeat, newest first
 
     def __len__(self) -> int:
@@ -67,6 +68,15 @@ class RecentMessages:
             return
         self._messages[message_id] = message
         self._history[0].append((topic, message_id))
+
+    def note_holder(self, message_id: bytes, peer_id: ID) -> None:
+        """Note that a peer has sent this message, too."""
+        if message_id in self._messages:
+            self._holders.setdefault(message_id, set()).add(peer_id)
+
+    def is_held_by(self, message_id: bytes, peer_id: ID) -> bool:
+        """Return whether a peer has sent this message, and so has no use for it."""
+        return peer_id in self._holders.get(message_id, ())
 
     def get(self, mid: bytes) -> Any:
         """Return a message, or None where it is not stored."""
@@ -83,6 +93,7 @@ class RecentMessages:
         for entries in self._history[HISTORY_HEARTBEATS:]:
             for _, name in entries:
                 self._messages.pop(name, None)
+                self._holders.pop(name, None)
         del self._history[HISTORY_HEARTBEATS:]
 
 
@@ -120,7 +131,7 @@ class BoundedGossipSub(GossipSub):
             eclipse_protection_enabled=False,  # it counts addresses, and all nodes of a testbed have the same one
             adaptive_gossip_enabled=False,
         )
-        self.mcache = self._recent = RecentMessages()  # pyright: ignore[reportAttributeAccessIssue]
+        self.mcache = self.recent = RecentMessages()  # pyright: ignore[reportAttributeAccessIssue]
         self.scorer = None
         self.num_dropped = 0
         """Messages dropped because the queue of a slow peer was full."""
@@ -128,7 +139,7 @@ class BoundedGossipSub(GossipSub):
     def forward(self, forwarder: ID, topic: str, message_id: bytes, message: rpc_pb2.Message) -> None:
         """Forward an accepted message to the mesh of its topic."""
         pubsub = self._pubsub
-        self._recent.put(topic, message_id, message)
+        self.recent.put(topic, message_id, message)
         self.time_since_last_publish[topic] = int(time.time())
         call = rpc_pb2.RPC(publish=[message])
         for peer_id in self._get_peers_to_send([topic], forwarder, pubsub.my_id):
@@ -138,7 +149,7 @@ class BoundedGossipSub(GossipSub):
 
     async def send_recent_messages(self, peer_id: ID, topic: str) -> None:
         """Send a peer that has just joined a topic what it missed."""
-        self._send_messages(peer_id, self._recent.window(topic))
+        self._send_messages(peer_id, self.recent.window(topic))
 
     async def handle_rpc(self, rpc: rpc_pb2.RPC, sender_peer_id: ID) -> None:
         """Handle the control part of a call. Topics that this node is not in are ignored."""
@@ -165,7 +176,7 @@ class BoundedGossipSub(GossipSub):
         return self.pubsub
 
     def _send_messages(self, peer_id: ID, ids: Iterable[bytes]) -> None:
-        found = [message for i in ids if (message := self._recent.get(bytes(i))) is not None]
+        found = [message for i in ids if (message := self.recent.get(bytes(i))) is not None]
         if found:
             self.send_rpc(peer_id, rpc_pb2.RPC(publish=found))
 

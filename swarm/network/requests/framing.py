@@ -40,6 +40,16 @@ BUSY_REASONS = ("busy", "rate")
 """Reasons of a refusal that mean: ask later, or ask another peer."""
 
 
+def encode_frame(payload: bytes) -> bytes:
+    """Return the length of `payload` as an unsigned varint, then `payload`: a message of protobuf in libp2p's protocols."""
+    length, prefix = len(payload), bytearray()
+    while length > 0x7F:
+        prefix.append(length & 0x7F | 0x80)
+        length >>= 7
+    prefix.append(length)
+    return bytes(prefix) + payload
+
+
 class FrameError(Exception):
     """The other side broke the protocol, or the stream ended early."""
 
