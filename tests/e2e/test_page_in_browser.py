@@ -594,7 +594,7 @@ def test_a_range_drawn_over_a_curve_is_shown_in_detail_on_all_curves_and_kept_in
         node.loop.call_soon_threadsafe(node.page.show_status, status(3, rows[-1]))
         open_live(browser, node)
         pad, now = "document.querySelectorAll('[role=slider]')[1]", "document.getElementById('curves-note').textContent"
-        browser.wait_for(f"{now}.startsWith('One point for 16 rounds')")
+        browser.wait_for(f"{now}.startsWith('One point for 16 rounds') && {PIECES} === 1")
         draw_over(browser, pad, 0.25, 0.30)
         browser.wait_for(f"{now}.startsWith('One point per round')")
         first, last = browser.run("['from', 'to'].map(one => Number(new URLSearchParams(location.search).get(one)))")

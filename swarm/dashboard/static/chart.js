@@ -101,6 +101,7 @@ export class Chart {
       make("figcaption", {}, make("h3", {}, title), this.now), this.pad, this.legend);
     place.append(this.figure);
     this.isMany = lines;
+    this.shown = [];
     this.xs = [];
     charts.add(this);
     new ResizeObserver(() => this.resize()).observe(this.pad);
@@ -120,6 +121,7 @@ export class Chart {
 
   /** Find where the points lie on the axis. Those that lie nowhere, or outside of the range and not beside it, are left out. */
   place() {
+    this.shown = [];
     this.xs = [];
     this.ends = [];
     if (!this.points) return;
