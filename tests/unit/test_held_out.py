@@ -230,7 +230,7 @@ def test_the_manifest_states_the_share_and_an_older_one_means_none() -> None:
         )
         assert compose(made, {}, {"swarm": {"name": "friends"}}, {}).tasks.held_out_share == share
     later = manifest.changed(made, held_out_share=0.2)
-    assert manifest.changes(made, later) == ["held_out_share: None → 0.2"]
+    assert manifest.changes(made, later) == ["held_out_share: not set → 0.2"]
 
 
 def test_the_rule_of_several_threads_is_one() -> None:
