@@ -41,6 +41,7 @@ from swarm.adapters.load_pretrained import quiet_libraries
 from swarm.config import Config, dump_toml, parse
 from swarm.engine.engine import AnswerRequest
 from swarm.engine.sampling import Sampling
+from swarm.machine.memory import keep_heaps_small
 from swarm.machine.node_folder import NodeFolder
 from swarm.node.node import configured_transport
 from swarm.node.pipeline_driver import PipelineDriver
@@ -202,6 +203,7 @@ def run(case: Case, prefix: Sequence[str] = ()) -> dict[str, float]:
 def measure(case: Case) -> dict[str, float]:
     """Run a case, and return its figures."""
     torch.set_num_threads(1)
+    keep_heaps_small()  # as every node and stage does, whose large tensors are mapped anew each time
     config = parse(case.settings | {"network": {"backend": "libp2p", "gossip": "off"}})
     if not case.stages:
         return timed(case, local_backend(config, load_policy(config.policy, device="cpu"), peer_id=""))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swarm.errors import PipelineError
 from swarm.pipeline.model_shape import StagePart
-from swarm.pipeline.tensor_bundle import Bundle
+from swarm.pipeline.tensor_bundle import Bundle, is_finite
 from swarm.policy.logprobs import TokenLogprobs
 
 
@@ -31,6 +31,27 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """The layout of a micro-batch in which each of D prompts is computed once for all B answers to it: one long row.
+
+    [1, D·P + B·A] = D prompts of P columns, padded on the left · B answers of A columns, padded on the right
+    """
+
+    left_padding: tuple[int, ...]  # [D]
+    prompt_of: tuple[int, ...]  # [B] number of the prompt that an answer continues
+    prompt_columns: int  # P
+
+    @property
+    def answers_at(self) -> int:
+        """Column in which the answers begin."""
+        return len(self.left_padding) * self.prompt_columns
+
+    def columns_per_answer(self, num_columns: int) -> int:
+        """A, where the row has `num_columns`."""
+        return (num_columns - self.answers_at) // len(self.prompt_of)
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardCommand:
     """Tells a stage to compute a micro-batch and to store what its backward pass needs."""
 
@@ -42,6 +63,8 @@ class ForwardCommand:
     """Set for the last stage of the micro-batch, which returns log-probs."""
     without_adapter: bool = False
     """Compute with the frozen base alone; allowed in batch 0 only."""
+    shared: SharedPrompts | None = None
+    """Set where `states` is one row of prompts and answers. None: each row has a prompt and its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +251,18 @@ def forward_bundle(command: ForwardCommand) -> Bundle:
         fields |= {"starts": list(answers.starts), "lengths": [len(row) for row in answers.token_ids]}
         fields |= {"temperature": answers.temperature, "with_entropy": answers.with_entropy}
         tensors["answers"] = torch.tensor([token for row in answers.token_ids for token in row])
+    if (shared := command.shared) is not None:
+        fields |= {"left_padding": list(shared.left_padding), "prompt_of": list(shared.prompt_of)}
+        fields["prompt_columns"] = shared.prompt_columns
     return Bundle(fields, tensors)
 
 
 def forward_command(fields: Fields) -> ForwardCommand:
-    answers = None
+    answers = shared = None
+    if fields.has("prompt_of"):
+        shared = SharedPrompts(
+            fields.integers("left_padding"), fields.integers("prompt_of"), fields.integer("prompt_columns")
+        )
     if fields.has("starts"):
         tokens, rows, place = fields.tensor("answers").flatten().tolist(), [], 0
         for length in fields.integers("lengths"):
@@ -252,6 +282,7 @@ def forward_command(fields: Fields) -> ForwardCommand:
         fields.tensor("states"),
         answers=answers,
         without_adapter=fields.flag("without_adapter"),
+        shared=shared,
     )
 
 
@@ -408,7 +439,7 @@ def shaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the tensor of a reply. Raises PipelineError unless it has this shape and finite numbers."""
     if not tensor.is_floating_point() or tuple(tensor.shape) != tuple(shape):
         raise PipelineError(f"a reply must have shape {tuple(shape)}, got {tuple(tensor.shape)}; replace the stage")
-    if not bool(torch.isfinite(tensor).all()):
+    if not is_finite(tensor):
         raise PipelineError("a reply must be finite, got NaN or infinity; replace the stage")
     return tensor
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from swarm.errors import PipelineError, RequestError, StageRefusedError, StageReplyError
@@ -36,6 +35,7 @@ from swarm.pipeline.tensor_bundle import (
     decode_bundle,
     encode_activation,
     encode_bundle,
+    is_finite,
 )
 from swarm.policy.logprobs import TokenLogprobs
 
@@ -303,7 +303,7 @@ class InProcessLink:
         if not tensor.is_floating_point():
             return tensor
         if self._precision is None:
-            if not bool(torch.isfinite(tensor).all()):
+            if not is_finite(tensor):
                 raise PipelineError("an activation must be finite, got NaN or infinity; drop the batch")
             return tensor
         precision = self._precision if tensor.dim() == 3 else "fp32"

@@ -4,6 +4,7 @@ Training, the likelihood floor and the memory probe count alike: a forward and b
 tokens that it computes, padding included.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -51,17 +52,15 @@ class Extent:
 
 
 def cut(
-    sequences: Sequence[TokenSequence], *, max_sequences: int, max_tokens: int, shares_prompts: bool = True
+    sequences: Sequence[TokenSequence], *, max_sequences: int, max_tokens: int, max_separate_tokens: int | None = None
 ) -> list[list[int]]:
     """Cut `sequences` into parts that fit into memory, and return the indices of each part.
 
     A part has at most `max_sequences` sequences and `max_tokens` computed tokens; a longer sequence is a part of its own.
     Either siblings stay together, which saves prompts, or sequences of like length, which saves padding: whichever computes
-    fewer tokens. With `shares_prompts` equal prompts of a part are computed once.
+    fewer tokens. `max_separate_tokens` bounds a part's tokens with a prompt for each answer, and so the copies of its keys.
     """
-
-    def tokens(extent: Extent) -> int:
-        return extent.tokens if shares_prompts else extent.separate_tokens
+    most = max_separate_tokens or math.inf
 
     def length(index: int) -> int:
         return sum(map(len, sequences[index]))
@@ -72,11 +71,13 @@ def cut(
         _cut_in_order(
             sequences,
             order,
-            fits=lambda extent: extent.num_answers <= max_sequences and tokens(extent) <= max_tokens,
+            fits=lambda extent: (
+                extent.num_answers <= max_sequences and extent.tokens <= max_tokens and extent.separate_tokens <= most
+            ),
         )
         for order in orders
     ]
-    return min(cuts, key=lambda parts: sum(tokens(Extent.of([sequences[index] for index in part])) for part in parts))
+    return min(cuts, key=lambda parts: sum(Extent.of([sequences[index] for index in part]).tokens for part in parts))
 
 
 def _cut_in_order(

@@ -55,8 +55,8 @@ class TextPolicy(ABC):
     """Number of optimizer steps taken."""
     micro_batch_tokens: int = DEFAULT_TOKENS
     """Most tokens of one forward and backward pass; the memory probe sets it."""
-    shares_prompts: bool = True
-    """Whether equal prompts of one forward pass are computed once."""
+    max_separate_tokens: int | None = None
+    """Most tokens of one pass, counted with a prompt for each answer, where copies of the keys of shared prompts are bounded."""
     pad_token_id: int = field(init=False)
     prompts: PromptEncoder = field(init=False)
     """Encodes prompts through the base's chat template."""

@@ -363,7 +363,7 @@ class RolloutConverter:
             sequences,
             max_sequences=len(sequences),
             max_tokens=policy.micro_batch_tokens,
-            shares_prompts=policy.shares_prompts,
+            max_separate_tokens=policy.max_separate_tokens,
         )
         for part in parts if sequences else ():
             scored = policy.token_logprobs([sequences[index] for index in part]).logprobs

@@ -123,11 +123,11 @@ def micro_batches(
     *,
     max_sequences: int,
     max_tokens: int,
-    shares_prompts: bool = True,
+    max_separate_tokens: int | None = None,
 ) -> Iterator[MicroBatch]:
     """Cut `sequences` into tensors that fit into memory (`swarm.policy.micro_batch_size.cut`)."""
     pairs = [(sequence.prompt_ids, sequence.answer_ids) for sequence in sequences]
-    for part in cut(pairs, max_sequences=max_sequences, max_tokens=max_tokens, shares_prompts=shares_prompts):
+    for part in cut(pairs, max_sequences=max_sequences, max_tokens=max_tokens, max_separate_tokens=max_separate_tokens):
         yield _collate([sequences[index] for index in part], device)
 
 

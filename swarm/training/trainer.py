@@ -117,7 +117,7 @@ class Trainer:
                 self._policy.device,
                 max_sequences=self._config.micro_batch_sequences,
                 max_tokens=self._policy.micro_batch_tokens,
-                shares_prompts=self._policy.shares_prompts,
+                max_separate_tokens=self._policy.max_separate_tokens,
             )
         )
         frozen = [self._frozen_logprobs(part) for part in parts]

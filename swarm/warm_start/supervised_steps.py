@@ -126,7 +126,7 @@ class WarmStart:
                 pairs,
                 max_sequences=len(pairs),
                 max_tokens=self._policy.micro_batch_tokens,
-                shares_prompts=self._policy.shares_prompts,
+                max_separate_tokens=self._policy.max_separate_tokens,
             )
         )
         total = 0.0

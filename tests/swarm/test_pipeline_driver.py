@@ -31,6 +31,7 @@ from swarm.pipeline.driver.pipeline_policy import PipelineModel, PipelineOptimiz
 from swarm.pipeline.driver.pipeline_supervisor import PipelineSupervisor
 from swarm.pipeline.model_shape import model_cost
 from swarm.pipeline.stage.stage_host import BaseModel, StageHost, base_model, part_by_hand
+from swarm.pipeline.stage.stage_model import MAX_SHARING
 from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.micro_batch_size import cut
 from swarm.policy.policy import load_policy
@@ -395,13 +396,17 @@ def test_settings_that_no_stage_accepts_are_refused_before_the_first_command(
 
 
 def test_no_part_of_a_batch_asks_a_stage_for_more_than_the_budget() -> None:
-    """With siblings that share a long prompt, by which parts would be several times as large where prompts are shared."""
+    """With siblings that share a long prompt, whose keys every answer has a copy of."""
     rng = random.Random(0)
     sequences = [([prompt] * rng.randint(1, 200), [5] * rng.randint(1, 60)) for prompt in range(8) for _ in range(16)]
-    sequences += [([9] * 200, [5] * rng.randint(1, 8)) for _ in range(64)]
+    sequences += [([9] * 400, [5] * rng.randint(1, 8)) for _ in range(64)]
     model = PipelineModel(None, pad_token_id=0)  # type: ignore[arg-type]  # builds rows, and sends none
-    parts = cut(sequences, max_sequences=64, max_tokens=1024, shares_prompts=False)
-    sizes = [
-        model._scored([sequences[index] for index in part], 1.0, with_entropy=False).token_ids.numel() for part in parts
+    parts = cut(sequences, max_sequences=64, max_tokens=1024, max_separate_tokens=MAX_SHARING * 1024)
+    scored = [model._scored([sequences[index] for index in part], 1.0, with_entropy=False) for part in parts]
+    assert max(part.token_ids.numel() for part in scored) <= 1024 and sum(map(len, parts)) == len(sequences)
+    keys = [
+        len(shared.prompt_of) * (shared.prompt_columns + shared.columns_per_answer(part.token_ids.numel()))
+        for part in scored
+        if (shared := part.shared) is not None
     ]
-    assert max(sizes) <= 1024 and sum(map(len, parts)) == len(sequences)
+    assert 7 * 1024 < max(keys) <= MAX_SHARING * 1024

@@ -52,9 +52,9 @@ def test_prompts_are_shared_where_a_fifth_of_the_tokens_is_saved(answer_tokens: 
     assert extent.tokens == (int((128 + 4 * answer_tokens) / 0.8) if shares else 4 * (128 + answer_tokens))
 
 
-def test_where_prompts_are_not_shared_every_copy_counts():
-    """A stage of a pipeline computes a row for each answer, and refuses more than `max_states` of rows times columns."""
+def test_copies_of_a_prompt_may_be_bounded():
+    """A stage of a pipeline refuses more than a multiple of `max_states`, counted with a prompt for each answer."""
     sequences = answers(1, 1024, [1] * 64)
     assert len(cut(sequences, max_sequences=64, max_tokens=4096)) == 1
-    parts = cut(sequences, max_sequences=64, max_tokens=4096, shares_prompts=False)
-    assert [len(part) for part in parts] == [3] * 21 + [1]
+    parts = cut(sequences, max_sequences=64, max_tokens=4096, max_separate_tokens=8 * 4096)
+    assert [len(part) for part in parts] == [31, 31, 2]

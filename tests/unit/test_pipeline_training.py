@@ -11,11 +11,19 @@ from torch import Tensor
 
 from swarm.config import LoraSection
 from swarm.errors import NetworkError, PipelineError, StageLostError
-from swarm.pipeline.commands import BackwardCommand, CloseBatchCommand, CommitCommand, ForwardCommand, StageSettings
+from swarm.pipeline.commands import (
+    Answers,
+    BackwardCommand,
+    CloseBatchCommand,
+    CommitCommand,
+    ForwardCommand,
+    SharedPrompts,
+    StageSettings,
+)
 from swarm.pipeline.driver.stage_group import StageGroupSettings
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage_link import InProcessLink
-from swarm.policy.logprobs import TokenLogprobs, token_logprobs
+from swarm.policy.logprobs import TokenLogprobs, TokenSequence, token_logprobs
 from tests.unit.pipeline_models import (
     ARCHITECTURES,
     LORA,
@@ -69,6 +77,79 @@ async def test_gradients_are_those_of_the_single_model(
     wanted = single_gradients(whole, lora, parts)
     assert largest_difference(found, wanted) < 1e-5
     assert gradient.norm == pytest.approx(norm_of(wanted), rel=1e-5)
+
+
+def siblings() -> list[list[TokenSequence]]:
+    """Make a micro-batch of two prompts with several answers each, one of one token, and one whose answers all have one."""
+    prompts = [list(range(5, 23)), list(range(30, 41))]
+    answers = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [7, 7]]
+    return [
+        [(prompt, answer) for answer in answers for prompt in prompts],
+        [(prompts[0], [token]) for token in (3, 4, 5)],
+    ]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+async def test_siblings_share_their_prompt_and_the_gradient_stays(
+    pipeline_models: dict[str, Path], name: str, recompute: bool
+) -> None:
+    whole, parts, sent = single_model(pipeline_models[name], LORA), siblings(), list[ForwardCommand]()
+
+    class Observed(InProcessLink):
+        async def forward(self, command: ForwardCommand) -> Tensor | TokenLogprobs:
+            sent.append(command)
+            return await super().forward(command)
+
+    settings = StageSettings(recompute=recompute)
+    async with open_stage_group(
+        pipeline_models[name], [2, 1, 2], LORA, like=whole, stage_settings=settings,
+        wrap=lambda _, link: Observed(link._stage),
+    ) as opened:  # fmt: skip
+        gradient = await opened.policy.accumulate(parts, loss_of)
+        found = gradients(opened)
+        scored = await opened.policy.token_logprobs(parts, with_entropy=True)
+    wanted = single_gradients(whole, LORA, parts)
+    assert largest_difference(found, wanted) < 1e-5
+    assert gradient.norm == pytest.approx(norm_of(wanted), rel=1e-5)
+    for part, result in zip(parts, scored, strict=True):
+        with torch.no_grad():
+            alone = token_logprobs(whole, part, PAD, with_entropy=True, share_prompts=False)
+        torch.testing.assert_close(result.logprobs, alone.logprobs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(result.entropy, alone.entropy, rtol=0, atol=1e-5)
+    columns = {command.states.shape[:2] for command in sent}
+    assert columns == {(1, 2 * 18 + 8 * 4), (1, 18 + 3)}, "each prompt once, and not for each answer"
+
+
+def test_a_row_of_prompts_and_answers_must_be_whole_and_bounded(pipeline_models: dict[str, Path]) -> None:
+    (model,) = load_stages(pipeline_models["llama"], [5], LORA)
+    stage, ids = Stage(model, StageSettings(max_states=10)), torch.ones(1, 10, dtype=torch.long)
+    fits = SharedPrompts((0, 1), (0, 1, 1), 2)
+    answers = Answers((1, 3, 3), ((1, 2), (3,), (4, 5, 6)))
+    assert stage.forward(ForwardCommand(0, 0, ids, answers=answers, shared=fits)).logprobs.shape == (3, 3)
+    odd = [
+        (SharedPrompts((0, 1), (0, 1, 2), 2), "name one of 2 prompts"),
+        (SharedPrompts((0, 2), (0, 1, 1), 2), "at least one token"),
+        (SharedPrompts((0,), (0, 0, 0), 2), "whole prompts and answers"),
+        (SharedPrompts((), (0, 0), 2), "whole prompts and answers"),
+        (SharedPrompts((0,), (), 2), "whole prompts and answers"),
+        (SharedPrompts((0,), (0,) * 9, 0), "whole prompts and answers"),
+        (SharedPrompts((0,), (0,) * 2, 12), "whole prompts and answers"),
+        (SharedPrompts((0,), (0,) * 10, 1 << 61), "whole prompts and answers"),
+    ]
+    for shared, reason in odd:
+        with pytest.raises(PipelineError, match=reason):
+            stage.forward(ForwardCommand(1, 0, ids, shared=shared))
+    with pytest.raises(PipelineError, match="whole prompts and answers"):
+        stage.forward(ForwardCommand(1, 0, torch.ones(2, 5, dtype=torch.long), shared=fits))
+    with pytest.raises(PipelineError, match=r"20 answers .* at most 320 columns together, got 21 each"):
+        Stage(model, StageSettings(max_states=40)).forward(
+            ForwardCommand(1, 0, torch.ones(1, 40, dtype=torch.long), shared=SharedPrompts((0,), (0,) * 20, 20))
+        )
+    for starts, lengths in (((4, 3, 3), (1, 1, 1)), ((1, 3, 3), (1, 1, 4)), ((1, 3), (1, 1))):
+        rows = tuple((1,) * length for length in lengths)
+        with pytest.raises(PipelineError, match=r"answers must lie|must have a start"):
+            stage.forward(ForwardCommand(0, 0, ids, answers=Answers(starts, rows), shared=fits))
 
 
 async def test_recomputing_in_the_backward_pass_gives_the_same(pipeline_models: dict[str, Path]) -> None:

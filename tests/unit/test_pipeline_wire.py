@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from swarm.errors import PipelineError
-from swarm.pipeline.tensor_bundle import WirePrecision, decode_activation, encode_activation, encoded_bytes
+from swarm.pipeline.tensor_bundle import WirePrecision, decode_activation, encode_activation, encoded_bytes, is_finite
 
 PRECISIONS: tuple[WirePrecision, ...] = ("fp32", "bf16", "int8")
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=5)
@@ -56,6 +56,7 @@ def test_what_is_not_finite_is_not_sent(precision: WirePrecision, odd: float) ->
     values[1, 2] = odd
     with pytest.raises(PipelineError, match="finite"):
         encode_activation(values, precision)
+    assert is_finite(torch.zeros(2)) and not any(is_finite(values.to(kind)) for kind in (torch.float32, torch.bfloat16))
     for shape in ((), (0, 3), (1, 1, 1, 1)):
         with pytest.raises(PipelineError, match="one to three dimensions"):
             encode_activation(torch.zeros(shape), precision)

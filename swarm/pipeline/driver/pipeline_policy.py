@@ -19,16 +19,17 @@ from torch import Tensor
 from swarm.adapters.adapter_state import check_adapter
 from swarm.config import PolicySection, TrainingSection
 from swarm.errors import CheckpointError, PipelineError, StageLostError, TrainingError
-from swarm.pipeline.commands import Answers, StageState
+from swarm.pipeline.commands import Answers, SharedPrompts, StageState
 from swarm.pipeline.driver.pipeline_supervisor import PipelineSupervisor
 from swarm.pipeline.driver.schedule import ScoredPart, all_of
 from swarm.pipeline.driver.stage_group import GradientNorms, StageGroup
 from swarm.pipeline.model_shape import adapter_targets, model_shape
 from swarm.pipeline.stage.stage_host import BaseModel
+from swarm.pipeline.stage.stage_model import MAX_SHARING
 from swarm.policy.base_model import folder_eos_ids, load_tokenizer
 from swarm.policy.lineage import compute_lineage
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence
-from swarm.policy.micro_batch_size import DEFAULT_TOKENS
+from swarm.policy.micro_batch_size import DEFAULT_TOKENS, Extent
 from swarm.policy.policy import TextPolicy
 
 LossOf = Callable[[int, TokenLogprobs], Tensor]
@@ -161,13 +162,32 @@ class PipelineModel:
             logits, kept = await self._stage_group.extend(session, tokens, kept), None
 
     def _scored(self, sequences: Sequence[TokenSequence], temperature: float, with_entropy: bool) -> ScoredPart:
-        """Build rows of prompt and answer without the last answer token, which predicts nothing."""
+        """Build rows of prompt and answer without the last answer token, which predicts nothing.
+
+        Where that saves enough, it is one row in which equal prompts are there once, as in `token_logprobs`.
+        """
+        if Extent.of(sequences).shares_prompts:
+            return self._sharing(sequences, temperature, with_entropy)
         full = [[*prompt, *answer[:-1]] for prompt, answer in sequences]
         longest = max(len(row) for row in full)
         token_ids = torch.tensor([row + [self._pad_token_id] * (longest - len(row)) for row in full])
         starts = tuple(len(prompt) - 1 for prompt, _ in sequences)
         answers = tuple(tuple(answer) for _, answer in sequences)
         return ScoredPart(token_ids, Answers(starts, answers, temperature, with_entropy=with_entropy))
+
+    def _sharing(self, sequences: Sequence[TokenSequence], temperature: float, with_entropy: bool) -> ScoredPart:
+        distinct = dict.fromkeys(tuple(prompt) for prompt, _ in sequences)
+        prompts = {prompt: number for number, prompt in enumerate(distinct)}
+        longest, pad = max(map(len, prompts)), [self._pad_token_id]
+        columns = max(1, max(len(answer) for _, answer in sequences) - 1)
+        row = [token for prompt in prompts for token in pad * (longest - len(prompt)) + list(prompt)]
+        for _, answer in sequences:
+            row += [*answer[:-1], *pad * (columns - len(answer) + 1)]
+        prompt_of = tuple(prompts[tuple(prompt)] for prompt, _ in sequences)
+        shared = SharedPrompts(tuple(longest - len(prompt) for prompt in prompts), prompt_of, longest)
+        starts = tuple((number + 1) * longest - 1 for number in prompt_of)
+        answers = Answers(starts, tuple(tuple(a) for _, a in sequences), temperature, with_entropy=with_entropy)
+        return ScoredPart(torch.tensor([row]), answers, shared)
 
 
 def greedy(logits: Tensor, rows: Sequence[int], step: int) -> Tensor:
@@ -331,5 +351,5 @@ def pipeline_policy(
         tokenizer=tokenizer, config=config, device=torch.device("cpu"), dtype=base.dtype, lineage=lineage,
         base_folder=base.folder, eos_token_ids=folder_eos_ids(base.folder, tokenizer),
         vocab_size=model_shape(base.folder).vocab, supervisor=supervisor, loop=loop,
-        shares_prompts=False, micro_batch_tokens=micro_batch_tokens,
+        micro_batch_tokens=micro_batch_tokens, max_separate_tokens=MAX_SHARING * config.pipeline.max_states,
     )  # fmt: skip

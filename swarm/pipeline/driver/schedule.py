@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from swarm.errors import PipelineError, StageLostError, StageReplyError
-from swarm.pipeline.commands import Answers, BackwardCommand, ForwardCommand
+from swarm.pipeline.commands import Answers, BackwardCommand, ForwardCommand, SharedPrompts
 from swarm.pipeline.driver.expected_stage import BatchSizes
 from swarm.pipeline.stage_link import StageLink
 from swarm.policy.logprobs import TokenLogprobs
@@ -169,6 +169,8 @@ class ScoredPart:
 
     token_ids: Tensor  # [B, L]
     answers: Answers
+    shared: SharedPrompts | None = None
+    """Set where `token_ids` is one row of prompts and answers."""
 
 
 class Call(Protocol):
@@ -217,7 +219,8 @@ class BatchRun:
         part, route = self._parts[action.micro_batch], self._schedule.routes[action.micro_batch]
         is_last = station == len(route) - 1
         states = part.token_ids if station == 0 else await self._take(action, stage)
-        command = ForwardCommand(self._batch, action.micro_batch, states, answers=part.answers if is_last else None)
+        answers = part.answers if is_last else None
+        command = ForwardCommand(self._batch, action.micro_batch, states, answers=answers, shared=part.shared)
         result = await self._call(stage, "forward", partial(self._links[stage].forward, command))
         if isinstance(result, TokenLogprobs) != is_last:
             raise PipelineError(

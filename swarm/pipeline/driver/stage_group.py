@@ -235,14 +235,14 @@ class StageGroup:
 
         async def one(part: ScoredPart) -> TokenLogprobs:
             async with places:
+                whole = ForwardCommand(0, 0, part.token_ids, without_adapter=without_adapter, shared=part.shared)
                 states: Tensor | TokenLogprobs = part.token_ids
                 first = 0
                 if self.relay is not None and self.relay.is_on:
-                    command = ForwardCommand(0, 0, part.token_ids, without_adapter=without_adapter)
-                    states, first = await self.relay.compute(command), self.num_stages - 1
+                    states, first = await self.relay.compute(whole), self.num_stages - 1
                 for stage, link in list(enumerate(self._links))[first:]:
                     answers = part.answers if stage == self.num_stages - 1 else None
-                    command = ForwardCommand(0, 0, _tensor(states), answers=answers, without_adapter=without_adapter)
+                    command = replace(whole, states=_tensor(states), answers=answers)
                     states = await self._call(stage, "compute", partial(link.forward, command))
                 assert isinstance(states, TokenLogprobs), "a link checks that the reply fits the command"
                 return states

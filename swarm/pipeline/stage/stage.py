@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from swarm.pipeline.commands import (
     StageFacts,
     StageSettings,
 )
-from swarm.pipeline.stage.stage_model import StageModel
+from swarm.pipeline.stage.stage_model import MAX_SHARING, StageModel
 from swarm.pipeline.stage.stage_optimizer import StageOptimizer
 from swarm.policy.logprobs import TokenLogprobs, scored_answers
 
@@ -160,8 +160,7 @@ class DecodeSessions:
 class _InFlight(NamedTuple):
     """What the backward pass of a micro-batch starts from."""
 
-    states: Tensor  # a leaf of the graph where it is floating-point
-    answers: Answers | None
+    command: ForwardCommand  # its states are a leaf of the graph where they are floating-point
     result: Tensor | None  # None where it is computed again
 
 
@@ -212,18 +211,17 @@ class Stage:
     def forward(self, command: ForwardCommand) -> Tensor | TokenLogprobs:
         """Return hidden states [B, L, W] for the next stage, or log-probs of the answers. Raises PipelineError."""
         self._check_states(command.states)
-        num_rows, num_columns = command.states.shape[:2]
-        mask_bytes = self._model.mask_bytes(num_rows, num_columns, 0, is_padded=False)
+        mask_bytes = self._model.masks_bytes(command, max_keys=MAX_SHARING * self._settings.max_states)
         if mask_bytes > self._settings.max_session_bytes:
             raise PipelineError(
                 f"a mask of a stage must fit into {self._settings.max_session_bytes} bytes, got {mask_bytes}; send shorter rows"
             )
         if command.answers is not None:
-            _check_answers(command.answers, command.states, self._model.vocab_size)
+            _check_answers(command.answers, command, self._model.vocab_size)
         if command.batch == 0:
             adapter = self._model.adapter_off() if command.without_adapter else nullcontext()
             with torch.no_grad(), _refused_without_memory(), adapter:
-                return _detached(self._compute(command.states, command.answers))
+                return _detached(self._compute(command.states, command))
         if not 0 <= command.micro_batch < self._settings.max_micro_batches:
             raise PipelineError(
                 f"a micro-batch must be in [0, {self._settings.max_micro_batches}), got {command.micro_batch}; use fewer"
@@ -237,10 +235,10 @@ class Stage:
         if states.is_floating_point():
             states.requires_grad_()
         with torch.set_grad_enabled(not self._settings.recompute), _refused_without_memory():
-            result = self._compute(states, command.answers)
+            result = self._compute(states, command)
         output = _differentiable(result)
         self._in_flight[command.micro_batch] = _InFlight(
-            states, command.answers, None if self._settings.recompute else output
+            replace(command, states=states), None if self._settings.recompute else output
         )
         return _detached(result)
 
@@ -256,7 +254,7 @@ class Stage:
         output = stored.result
         if output is None:
             with _refused_without_memory():
-                output = _differentiable(self._compute(stored.states, stored.answers))
+                output = _differentiable(self._compute(stored.command.states, stored.command))
         if command.gradient.shape != output.shape:
             raise PipelineError(
                 f"a gradient must have shape {tuple(output.shape)}, got {tuple(command.gradient.shape)}"
@@ -266,7 +264,7 @@ class Stage:
             with _refused_without_memory():
                 output.backward(command.gradient.to(output))
         self._done.add(command.micro_batch)
-        return stored.states.grad
+        return stored.command.states.grad
 
     def close_batch(self, command: CloseBatchCommand) -> BatchGradient:
         """Close the batch for further micro-batches and return its gradient.
@@ -341,8 +339,9 @@ class Stage:
         self._optimizer.recover(weights, version, moments)
         self._forget()
 
-    def _compute(self, states: Tensor, answers: Answers | None) -> Tensor | TokenLogprobs:
-        hidden = self._model.run(states)
+    def _compute(self, states: Tensor, command: ForwardCommand) -> Tensor | TokenLogprobs:
+        answers, shared = command.answers, command.shared
+        hidden = self._model.run(states) if shared is None else self._model.run_shared(states, shared)
         if answers is None:
             return hidden
         device = hidden.device
@@ -350,6 +349,10 @@ class Stage:
         mask = (torch.arange(int(lengths.max()), device=device) < lengths[:, None]).float()
         rows, steps = mask.nonzero(as_tuple=True)
         columns = torch.tensor(answers.starts, device=device)[rows] + steps
+        if shared is not None:
+            later = shared.answers_at + rows * shared.columns_per_answer(states.shape[1]) + steps - 1
+            columns = columns.where(steps == 0, later)
+            rows = torch.zeros_like(rows)
         targets = torch.tensor([token for row in answers.token_ids for token in row], device=device)
         return scored_answers(
             self._model.head(),
@@ -407,12 +410,17 @@ def _refused_without_memory() -> Iterator[None]:
         ) from None
 
 
-def _check_answers(answers: Answers, states: Tensor, vocab_size: int) -> None:
-    num_rows, num_columns = states.shape[:2]
-    ends = [start + len(row) for start, row in zip(answers.starts, answers.token_ids, strict=False)]
+def _check_answers(answers: Answers, command: ForwardCommand, vocab_size: int) -> None:
+    num_rows, num_columns = command.states.shape[:2]
+    lengths, longest = [len(row) for row in answers.token_ids], num_columns
+    if (shared := command.shared) is not None:  # its first token follows a prompt, the others are in its own columns
+        longest = shared.columns_per_answer(num_columns) + 1
+        num_rows, num_columns = len(shared.prompt_of), shared.answers_at
+    ends = [start + (length if shared is None else 1) for start, length in zip(answers.starts, lengths, strict=False)]
     if len(answers.starts) != num_rows or len(answers.token_ids) != num_rows or not all(answers.token_ids):
         raise PipelineError(f"each of the {num_rows} rows must have a start and an answer; the command lacks some")
-    if min(answers.starts) < 0 or max(ends) > num_columns or not answers.temperature > 0:
+    is_within = min(answers.starts) >= 0 and max(ends) <= num_columns and max(lengths) <= longest
+    if not is_within or not answers.temperature > 0:
         raise PipelineError(f"answers must lie within {num_columns} columns at a temperature above 0; these do not")
     if not all(0 <= token < vocab_size for row in answers.token_ids for token in row):
         raise PipelineError(f"answer tokens must be in [0, {vocab_size}), got others")

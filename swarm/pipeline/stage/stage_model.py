@@ -25,12 +25,17 @@ from swarm.adapters.load_pretrained import quiet_libraries
 from swarm.config import LoraSection
 from swarm.engine.slot_engine import FOLD_SHARE, MergedLayers
 from swarm.errors import PipelineError
+from swarm.pipeline.commands import ForwardCommand, SharedPrompts
 from swarm.pipeline.model_shape import Layout, StagePart, adapter_targets, layout_of, on_meta, read_config
 from swarm.policy.answer_head import Head
 from swarm.policy.base_folder import weight_files
 from swarm.policy.base_model import switch_dropout_off
 from swarm.policy.device import available_bytes
+from swarm.policy.logprobs import is_plain_layer
 from swarm.policy.lora import attach_adapter
+
+MAX_SHARING = 8
+"""Columns of all answers, each counted with its prompt, over `max_states`: each answer has a copy of its prompt's keys."""
 
 
 class WeightReader:
@@ -175,6 +180,29 @@ class StageModel:
         is_masked = is_padded or num_past > 0 or (window is not None and num_new >= window)
         return 4 * num_rows * num_new * (num_past + num_new) if is_masked and num_new > 1 else 0
 
+    def masks_bytes(self, command: ForwardCommand, max_keys: int) -> int:
+        """Return the bytes of all masks of a command. Raises PipelineError where prompts and answers do not fit its row."""
+        num_rows, num_columns = command.states.shape[:2]
+        if (shared := command.shared) is None:
+            return self.mask_bytes(num_rows, num_columns, 0, is_padded=False)
+        num_prompts, num_answers, columns = len(shared.left_padding), len(shared.prompt_of), shared.prompt_columns
+        per_answer, left = divmod(num_columns - shared.answers_at, max(num_answers, 1))
+        if num_rows != 1 or left or min(num_prompts, num_answers, columns, per_answer) < 1:
+            raise PipelineError(
+                f"a row must hold whole prompts and answers, got {num_rows} of {num_columns} columns for {num_prompts} and "
+                f"{num_answers}; drop the batch"
+            )
+        if max(shared.left_padding) >= columns or max(shared.prompt_of) >= num_prompts:
+            raise PipelineError(f"answers must name one of {num_prompts} prompts of at least one token; these do not")
+        if num_answers * (columns + per_answer) > max_keys:
+            raise PipelineError(
+                f"{num_answers} answers with their prompts must have at most {max_keys} columns together, got "
+                f"{columns + per_answer} each; send smaller micro-batches"
+            )
+        is_padded = any(shared.left_padding)
+        of_prompts = self.mask_bytes(num_prompts, columns, 0, is_padded=is_padded)
+        return of_prompts + self.mask_bytes(num_answers, per_answer, columns, is_padded=is_padded)
+
     def new_cache(self) -> transformers.DynamicCache:
         """Return empty keys and values for the layers of the slice."""
         cache = transformers.DynamicCache(config=self._shell.config)
@@ -224,6 +252,27 @@ class StageModel:
         """
         if self._adapted is not None:
             self._use_merged(cache is not None)
+        return self._run(states, left_padding, cache)
+
+    def run_shared(self, states: Tensor, shared: SharedPrompts) -> Tensor:
+        """Compute hidden states [1, N, W] of a row of prompts and answers; each prompt is computed once, see `SharedPrompts`.
+
+        Answers continue a copy of their prompt's keys and values. Differentiable where grad is enabled.
+        """
+        if self._adapted is not None:
+            self._use_merged(False)
+        prompts, answers = states[0].split([shared.answers_at, states.shape[1] - shared.answers_at])
+        padding, rows = (torch.tensor(values, device=self.device) for values in (shared.left_padding, shared.prompt_of))
+        cache = transformers.DynamicCache(config=self._shell.config)
+        of_prompts = self._run(prompts.unflatten(0, (len(padding), -1)), padding, cache)
+        for layer in cache.layers:
+            assert is_plain_layer(layer) and layer.keys is not None and layer.values is not None
+            # plain indexing adds up the gradients of repeated rows in an order that varies on a GPU
+            layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
+        of_answers = self._run(answers.unflatten(0, (len(rows), -1)), padding[rows], cache)
+        return torch.cat([of_prompts.flatten(0, 1), of_answers.flatten(0, 1)])[None]
+
+    def _run(self, states: Tensor, left_padding: Tensor | None, cache: transformers.DynamicCache | None) -> Tensor:
         hidden = states.to(self.device)
         if not hidden.is_floating_point():
             if self._embedding is None:
