@@ -1,7 +1,6 @@
 """Entry point: registers the commands and turns every error a user can cause into one line and an exit code."""
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -21,17 +20,10 @@ from swarm.cli.policy import chat, evaluate, export, merge, sample, serve
 from swarm.cli.swarm import bootstrap, create, identity, join, pull, silo
 from swarm.errors import ConfigError, SwarmError
 from swarm.machine.child_python import keep_current_folder_off_the_path
-from swarm.machine.safe_files import keep_others_from_writing
+from swarm.machine.safe_files import keep_others_from_writing, why_refused
 from swarm.observability.plain_text import plain
 
 INTERRUPTED = 130
-_REFUSALS = frozenset(
-    {
-        errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
-        errno.ENOSPC, errno.EDQUOT,
-    }
-)  # fmt: skip
-"""Errors of a place that a command cannot write to or read from. They are no bug of swarm."""
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 config, 4 identity, 5 policy, 6 tasks, 7 network, 8 checkpoint, "
     "9 node not running, 10 memory, 11 training, 12 manifest, 13 cannot join, 14 doctor found a problem, "
@@ -110,13 +102,8 @@ def _run() -> int:
     except BrokenPipeError:
         return 1
     except OSError as error:
-        if error.errno not in _REFUSALS or error.filename is None:
-            return _say_unexpected(error)
-        return _say(
-            f"files and folders must be open to this command, got {os.fsdecode(error.filename)}: {error.strerror}; "
-            "name another place, or change its permissions",
-            ConfigError.exit_code,
-        )
+        refused = why_refused(error)
+        return _say(refused, ConfigError.exit_code) if refused else _say_unexpected(error)
     except Exception as error:
         return _say_unexpected(error)
 

@@ -36,6 +36,12 @@ _ANY_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSALS = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, *_FULL}
+)
+
+
 def close_to_others() -> None:
     """Make all files that this process creates from now on private to their owner, whatever library creates them."""
     os.umask(0o077)
@@ -49,12 +55,20 @@ def keep_others_from_writing() -> None:
 def replace_file(path: Path, content: bytes | str, mode: int = PRIVATE, *, is_durable: bool = False) -> None:
     """Replace the file at `path` by `content`, completely or not at all. A link there is replaced and not followed.
 
-    `is_durable`: it also survives a power failure. Raises OSError.
+    `is_durable`: it also survives a power failure. Raises OSError, which names `path`.
     """
+    try:
+        _replace(path, content.encode() if isinstance(content, str) else content, mode, is_durable=is_durable)
+    except OSError as error:
+        error.filename, error.filename2 = os.fspath(path), None
+        raise
+
+
+def _replace(path: Path, content: bytes, mode: int, *, is_durable: bool) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
     with os.fdopen(os.open(temporary, os.O_WRONLY | _NEW, mode), "wb") as file:
         try:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content)
             file.flush()
             if is_durable:
                 os.fsync(file.fileno())
@@ -163,6 +177,15 @@ def remove_leftovers(folder: Path) -> None:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.lstat().st_mtime > _LEFTOVER_S:
                     path.unlink()
+
+
+def why_refused(error: OSError) -> str:
+    """Rule, value and fix for a place that cannot be read or written; empty for any other error, which may be a bug."""
+    if error.errno not in _REFUSALS or error.filename is None:
+        return ""
+    fix = "make room on its disk" if error.errno in _FULL else "name another place, or change its permissions"
+    place = os.fsdecode(error.filename)
+    return f"files and folders must be open to this command, got {place}: {error.strerror}; {fix}"
 
 
 def refusal(path: Path, why: str) -> OSError:

@@ -23,9 +23,9 @@ import tomli_w
 
 from swarm import __version__
 from swarm.config.shareable import shareable
-from swarm.errors import StuckError, SwarmError, UnexpectedError
+from swarm.errors import ConfigError, StuckError, SwarmError, UnexpectedError
 from swarm.machine.node_folder import MAX_CONFIG_BYTES, NodeFolder
-from swarm.machine.safe_files import new_file, open_to_read, read_file
+from swarm.machine.safe_files import new_file, open_to_read, read_file, why_refused
 from swarm.node.watchdog import stack_of
 from swarm.observability.plain_text import plain
 
@@ -126,13 +126,18 @@ class CrashReports:
 
 @contextlib.contextmanager
 def crash_reports(folder: NodeFolder) -> Iterator[CrashReports]:
-    """Report errors of the code within. Anything but a SwarmError leaves it as an UnexpectedError that names the report."""
+    """Report errors of the code within: anything but a SwarmError leaves it as an UnexpectedError that names the report.
+
+    A place that cannot be read or written is no bug: it becomes a ConfigError.
+    """
     reports = CrashReports(folder)
     try:
         yield reports
     except SwarmError:
         raise
     except Exception as error:  # the outermost handler: the user sees one line, and the details go to the file
+        if isinstance(error, OSError) and (refused := why_refused(error)):
+            raise ConfigError(refused) from None
         summary = f"{type(error).__name__}: {error}"
         try:
             details = f"details in {reports.write(summary, error)}"

@@ -242,7 +242,8 @@ def _why_stalled(status: NodeStatus, now: float) -> str:
         return status.stuck[0]
     silent_s = now - status.written_at
     if status.written_at and silent_s > SILENT_AFTER_S and status.phase != "starting":  # which writes nothing meanwhile
-        return f"process {status.pid} has not written its state for {for_how_long(silent_s)}: it is blocked or frozen"
+        since = for_how_long(silent_s)
+        return f"process {status.pid} has not written its state for {since}: it is blocked or frozen, or cannot write"
     if status.phase != "learning" or not status.last_round_at:
         return ""
     patience_s = max(_LONGEST_ROUND_S, _LONGEST_ROUNDS * _round_s(status))

@@ -23,7 +23,7 @@ import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from swarm.errors import IdentityError
+from swarm.errors import ConfigError, IdentityError
 from swarm.machine.safe_files import open_to_read, remove_leftovers, replace_file
 
 logger = logging.getLogger(__name__)
@@ -216,12 +216,15 @@ class IdentityLock:
         self._claimed: Path | None = None
 
     def __enter__(self) -> Self:
-        """Raises IdentityError that names the process holding the lock."""
+        """Raises IdentityError that names the process holding the lock, ConfigError for a folder that cannot be written."""
         try:
             self._lock(self._folder / LOCK_FILE, str(self._folder), "or give this node another node.dir")
             remove_leftovers(self._folder)
         except OSError as error:
-            raise IdentityError(f"a node's folder must be writable, got {error}; check {self._folder}") from None
+            raise ConfigError(
+                f"a node's folder must be writable, got {self._folder}: {error.strerror}; mount it writable, change its "
+                "permissions, make room on its disk, or set another node.dir"
+            ) from None
         return self
 
     def claim(self, identity: Identity) -> None:

@@ -1,5 +1,6 @@
 """What is kept of an unexpected end, and what is not."""
 
+import errno
 import json
 import logging
 import os
@@ -71,6 +72,17 @@ def test_an_unexpected_error_names_its_report_and_others_pass(tmp_path: Path) ->
     assert len(list(tmp_path.glob("crash-*.txt"))) == 1
 
 
+def test_a_place_that_cannot_be_written_is_a_mistake_and_no_bug(tmp_path: Path) -> None:
+    told = pytest.raises(ConfigError, match=r"got .*metrics\.jsonl: Is a directory; name another place, or change its")
+    (tmp_path / "metrics.jsonl").mkdir()
+    with told, crash_reports(NodeFolder(tmp_path)):
+        (tmp_path / "metrics.jsonl").open("ab")
+    full = pytest.raises(ConfigError, match=r"got x: No space left on device; make room on its disk")
+    with full, crash_reports(NodeFolder(tmp_path)):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
+    assert not list(tmp_path.glob("crash-*.txt"))
+
+
 def test_where_no_report_can_be_written_the_error_is_still_told(tmp_path: Path) -> None:
     told = pytest.raises(UnexpectedError, match="KeyError: 'x'; and no report of it was written")
     with told, crash_reports(NodeFolder(tmp_path)):
@@ -92,13 +104,13 @@ def test_a_fault_of_an_earlier_process_becomes_a_report(tmp_path: Path, caplog: 
 
 
 def test_the_command_names_the_report_of_what_it_did_not_expect(tmp_path: Path) -> None:
-    (tmp_path / "n" / "metrics.jsonl").mkdir(parents=True)
-    command = [sys.executable, "-m", "swarm.cli.main", "run", "--node.dir", "n", "--network.backend", "off"]
+    broken = "from swarm.node import node; del node.Node.run_until_signal; from swarm.cli.main import main; main()"
+    command = [sys.executable, "-c", broken, "run", "--node.dir", "n", "--network.backend", "off"]
     ended = subprocess.run(
         [*command, "--sharing.swarm_groups", "0"], capture_output=True, text=True, cwd=tmp_path, timeout=100
     )
     assert ended.returncode == 1, ended.stderr
     (report,) = (tmp_path / "n").glob("crash-*.txt")
     last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: unexpected IsADirectoryError") and last.endswith(f"details in n/{report.name}")
-    assert "MetricsLog" in report.read_text() or "metrics_log.py" in report.read_text()
+    assert last.startswith("error: unexpected AttributeError") and last.endswith(f"details in n/{report.name}")
+    assert "process.py" in report.read_text()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.errors import IdentityError
+from swarm.errors import ConfigError, IdentityError
 from swarm.records.identity import (
     Identity,
     IdentityLock,
@@ -179,6 +179,12 @@ def test_lock_is_held_by_one_and_names_the_holder(tmp_path: Path) -> None:
         assert (tmp_path / "lock").read_text() == str(os.getpid())
 
 
+def test_a_folder_that_cannot_be_locked_is_a_mistake_in_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"must be writable, got .*file: Not a directory; .*set another node\.dir"):
+        IdentityLock(tmp_path / "file").__enter__()
+
+
 def test_lock_dies_with_its_process(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib\n"
@@ -198,6 +204,6 @@ def test_lock_dies_with_its_process(tmp_path: Path) -> None:
             pass
 
 
-def test_lock_in_a_missing_folder_is_an_identity_error(tmp_path: Path) -> None:
-    with pytest.raises(IdentityError, match="must be writable"), IdentityLock(tmp_path / "none"):
+def test_lock_in_a_missing_folder_is_a_mistake_in_the_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be writable"), IdentityLock(tmp_path / "none"):
         pass

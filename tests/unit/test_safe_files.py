@@ -258,8 +258,9 @@ def test_a_writer_that_was_killed_leaves_nothing_for_long(folder: Path) -> None:
 def test_a_file_is_replaced_whole_or_not_at_all(folder: Path) -> None:
     replace_file(folder / "a", "first")
     (folder / "b").mkdir()
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(IsADirectoryError) as caught:
         replace_file(folder / "b", "text")
+    assert caught.value.filename == str(folder / "b"), "and not the temporary file"
     assert sorted(path.name for path in folder.iterdir()) == ["a", "b"], "no temporary file is left"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from swarm.cli.node.status import why_unwritten
 from swarm.cli.node.top import Order, View
 from swarm.config import parse
 from swarm.machine.node_folder import NodeFolder
@@ -163,6 +164,8 @@ def test_a_stalled_node_is_told_what_to_do_next(tmp_path: Path) -> None:
     status_of(time.time(), stuck=["compute: no round for 300 s"]).write(tmp_path / "status.json")
     told = swarm("status", str(tmp_path)).stdout
     assert told.startswith("stalled: compute: no round for 300 s\n! `swarm logs")
+    assert why_unwritten(tmp_path) == ""
+    assert "full, so what is shown may be old" in why_unwritten(Path("/proc")), "which has room for nothing"
 
 
 def test_nothing_that_a_peer_chose_reaches_the_terminal_as_it_is(tmp_path: Path) -> None:

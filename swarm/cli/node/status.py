@@ -1,6 +1,7 @@
 """`swarm status`: shows on one screen whether the node of a folder runs and contributes."""
 
 import json
+import os
 import shlex
 import shutil
 import time
@@ -31,6 +32,7 @@ _NAME_COLUMNS = 13
 _MAX_ADVICE = 3
 _MAX_NAMES = 3
 _MAX_REASONS = 3
+_LEAST_TO_WRITE_BYTES = 1 << 16
 
 Lines = list[tuple[str, str]]
 
@@ -119,8 +121,20 @@ def next_actions(folder: Path, current: "NodeStatus", verdict: "NodeHealth") -> 
     if not current.is_alive:
         return []
     looks = f"`swarm logs {shlex.quote(str(folder))} --level warning` shows where; a restart goes on from the last checkpoint"
-    first = [looks] if verdict.word.value == "stalled" else []
+    first = [why_unwritten(folder) or looks] if verdict.word.value == "stalled" else []
     return (first + current.contribution.get("advice", []))[:_MAX_ADVICE]
+
+
+def why_unwritten(folder: Path) -> str:
+    """What a person can do where a node cannot write its state, and so looks frozen; empty where it can."""
+    if shutil.disk_usage(folder).free < _LEAST_TO_WRITE_BYTES:
+        return "the disk of its folder is full, so what is shown may be old, and nothing is saved: make room"
+    if not os.access(folder, os.W_OK):
+        return (
+            "its folder cannot be written, so what is shown may be old, and nothing is saved: mount it writable, or change "
+            "its permissions"
+        )
+    return ""
 
 
 def _height(text: str, num_columns: int) -> int:
