@@ -60,8 +60,7 @@ def replace_file(path: Path, content: bytes | str, mode: int = PRIVATE, *, is_du
     try:
         _replace(path, content.encode() if isinstance(content, str) else content, mode, is_durable=is_durable)
     except OSError as error:
-        error.filename, error.filename2 = os.fspath(path), None
-        raise
+        raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from None
 
 
 def _replace(path: Path, content: bytes, mode: int, *, is_durable: bool) -> None:

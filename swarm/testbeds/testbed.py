@@ -10,6 +10,7 @@ A node that dies is shown with the cause and does not stop the others. No node p
 import contextlib
 import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -158,7 +159,6 @@ def stop_all(nodes: Iterable[NodeProcess], grace_s: float = STOP_GRACE_S) -> Non
 
 
 _LOOK_INTERVAL_S = 0.25
-_ADDRESS_DEADLINE_S = 120.0
 _INTERRUPTED = 130
 LOCK_FILE = "testbed.lock"
 
@@ -200,11 +200,11 @@ class Testbed:
 
         Ctrl-C comes out as KeyboardInterrupt after all nodes have ended, and so does SIGTERM.
         """
-        deadline = time.monotonic() + 60 * max_minutes if max_minutes else None
+        deadline = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
         with sigterm_interrupts():
             try:
                 with LiveTable(self._console, title) as table:
-                    self._start(table)
+                    self._start(table, deadline)
                     self._watch(table, deadline)
             finally:
                 if any(process.exit_code is None for process in self._processes.values()):
@@ -228,12 +228,12 @@ class Testbed:
         history = self._histories[plan.name]
         return history.end is not None and history.round >= (plan.config.node.max_rounds or sys.maxsize)
 
-    def _start(self, table: LiveTable) -> None:
-        """The first node that comes up is the one that the others join through."""
+    def _start(self, table: LiveTable, deadline: float) -> None:
+        """The first node that comes up is the one that the others join through, however long it takes to come up."""
         self.views()
         waiting = [plan for plan in self.plans if not self.is_complete(plan)]
         address: str | None = None
-        while waiting:
+        while waiting and time.monotonic() < deadline:
             plan = waiting.pop(0)
             plan.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             plan.write()
@@ -241,12 +241,11 @@ class Testbed:
             self._processes[plan.name] = process = NodeProcess(plan.folder, command, environment=plan.environment)
             network = plan.config.network
             if address is None and network.backend != "off" and not network.initial_peers and waiting:
-                address = self._wait_for_address(process, table)
+                address = self._wait_for_address(process, table, deadline)
                 if address:
                     table.say(f"{plan.name} listens on {address}; the others join through it")
 
-    def _wait_for_address(self, process: NodeProcess, table: LiveTable) -> str | None:
-        deadline = time.monotonic() + _ADDRESS_DEADLINE_S
+    def _wait_for_address(self, process: NodeProcess, table: LiveTable, deadline: float) -> str | None:
         while process.exit_code is None and time.monotonic() < deadline:
             if addresses := process.addresses:
                 return addresses[0]
@@ -254,10 +253,10 @@ class Testbed:
             time.sleep(_LOOK_INTERVAL_S)
         return None
 
-    def _watch(self, table: LiveTable, deadline: float | None) -> None:
+    def _watch(self, table: LiveTable, deadline: float) -> None:
         while any(process.exit_code is None for process in self._processes.values()):
             self._show(table)
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 table.say("the time is up")
                 return
             time.sleep(_LOOK_INTERVAL_S)

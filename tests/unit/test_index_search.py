@@ -115,7 +115,7 @@ def test_peers_that_name_ever_nearer_ones_do_not_keep_a_search_going() -> None:
     node.answers = Endless()
     search, took_s = searched(node)
     assert took_s <= SEARCH_TIMEOUT_S
-    assert len(node.asked) <= MAX_ASKED
+    assert len(node.asked) <= MAX_ASKED and not search.is_complete
     assert len(search.nearest) == NUM_NEAREST
 
 
@@ -124,7 +124,7 @@ def test_a_search_ends_with_the_nearest_that_have_answered() -> None:
     answers: dict[DHTID, Answer] = {one: lambda: ({}, peers) for one in peers}
     search, took_s = searched(Node(peers[:3], answers))
     assert [one for one, _ in search.nearest] == sorted(peers, key=lambda one: one.xor_distance(KEY))[:NUM_NEAREST]
-    assert took_s < 1.0
+    assert took_s < 1.0 and search.is_complete
 
 
 def test_nobody_to_ask_is_an_empty_search() -> None:
@@ -136,10 +136,15 @@ def places(count: int) -> list[tuple[DHTID, Any]]:
     return [(near(number), near(number)) for number in range(count)]
 
 
+def ended(count: int, *, is_complete: bool = True) -> Any:
+    """A search that found so many peers."""
+    return SimpleNamespace(nearest=places(count), is_complete=is_complete)
+
+
 def test_a_search_that_found_everybody_counts_for_every_key_for_a_while() -> None:
     now = [100.0]
     known = KnownPlaces(lambda: now[0])
-    known.note(KEY, places(NUM_NEAREST - 1), least=5)
+    known.note(KEY, ended(NUM_NEAREST - 1), least=5)
     assert known.near(near(7)) == places(NUM_NEAREST - 1)
     now[0] += PLACES_S
     assert known.near(KEY) == known.near(near(7)) == []
@@ -147,9 +152,16 @@ def test_a_search_that_found_everybody_counts_for_every_key_for_a_while() -> Non
 
 def test_a_search_in_a_large_swarm_counts_for_its_key_alone_and_one_that_found_too_few_for_none() -> None:
     known = KnownPlaces(time.monotonic)
-    known.note(KEY, places(4), least=5)
+    known.note(KEY, ended(4), least=5)
     assert known.near(KEY) == []
-    known.note(KEY, places(NUM_NEAREST), least=5)
+    known.note(KEY, ended(NUM_NEAREST), least=5)
     assert known.near(KEY) == places(NUM_NEAREST) and known.near(near(7)) == []
     known.forget()
+    assert known.near(KEY) == []
+
+
+def test_a_search_that_slow_peers_ended_counts_for_no_key() -> None:
+    known = KnownPlaces(time.monotonic)
+    for count in (NUM_NEAREST - 1, NUM_NEAREST):
+        known.note(KEY, ended(count, is_complete=False), least=5)
     assert known.near(KEY) == []

@@ -26,8 +26,6 @@ NUM_NEAREST = 20
 """A search ends when this many peers have answered and no nearer one is known."""
 MAX_ASKED = 200
 _NUM_AT_ONCE = 8
-
-
 PLACES_S = 30.0
 """How long the end of a search counts."""
 _MAX_PLACES = 256
@@ -46,8 +44,9 @@ class KnownPlaces:
         self._by_target: BoundedMap[DHTID, tuple[float, _Places]] = BoundedMap(_MAX_PLACES)
         self._everybody: tuple[float, _Places] | None = None
 
-    def note(self, target: DHTID, nearest: _Places, least: int) -> None:
-        """Note the end of a search that has just been made. `least` is the number of replicas."""
+    def note(self, target: DHTID, search: "IndexSearch", least: int) -> None:
+        """Note the end of a search that has just been made, if it found all there is. `least` is the number of replicas."""
+        nearest = search.nearest if search.is_complete else []
         found = (self._clock(), nearest)
         if least <= len(nearest) < NUM_NEAREST:
             self._everybody = found
@@ -83,6 +82,8 @@ class IndexSearch:
         self._named_in_vain: Counter[DHTID | None] = Counter()
         self._num_asked = 0
         self._answered: list[tuple[int, DHTID, PeerID]] = []  # (distance, node id, peer id), nearest first
+        self.is_complete = False
+        """Whether nobody was left to ask: slow peers, or very many, can end a search before that."""
         self.entries = IndexEntries()
         """The newest entry of each subkey under `target`, from all answers and from this node's own storage."""
 
@@ -102,6 +103,7 @@ class IndexSearch:
                         while len(asking) < _NUM_AT_ONCE and (chosen := self._next()) is not None:
                             asking.add(asyncio.create_task(self._ask(chosen, *self._waiting.pop(chosen))))
                         if not asking:
+                            self.is_complete = self._num_asked < MAX_ASKED
                             return
                         done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
                         for task in done:

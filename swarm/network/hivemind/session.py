@@ -276,7 +276,7 @@ class HivemindSession:
         """
         search = IndexSearch(self._node, DHTID(key_id ^ 1))
         await search.run()
-        self._places.note(key_id, search.nearest, least=NUM_REPLICAS)
+        self._places.note(key_id, search, least=NUM_REPLICAS)
         return search.nearest
 
     async def _store_near(
@@ -302,7 +302,7 @@ class HivemindSession:
         """Return {subkey: (value, expires_at)}."""
         search = IndexSearch(self._node, key_id := DHTID.generate(source=key))
         await search.run()
-        self._places.note(key_id, search.nearest, least=NUM_REPLICAS)
+        self._places.note(key_id, search, least=NUM_REPLICAS)
         found: dict[str, tuple[bytes, float]] = {}
         for subkey, entry in search.entries.data.items():
             stored = DHTProtocol.serializer.loads(entry.value)
