@@ -12,9 +12,6 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, TypeVar
 
-import outcome
-import sniffio
-
 from swarm.errors import NetworkError
 from swarm.network.libp2p.parts import trio
 
@@ -117,15 +114,11 @@ class TrioGuest:
         trio.lowlevel.start_guest_run(
             self._root,
             run_sync_soon_threadsafe=lambda callback: _discard(self._loop.call_soon_threadsafe(callback)),
-            run_sync_soon_not_threadsafe=self._take_turn_soon,
+            run_sync_soon_not_threadsafe=lambda callback: _discard(self._loop.call_soon(callback)),
             done_callback=self._on_end,
             host_uses_signal_set_wakeup_fd=True,
             restrict_keyboard_interrupt_to_checkpoints=True,
         )
-
-    def _take_turn_soon(self, take_turn: Callable[[], object]) -> None:
-        turns = _Turns.of(take_turn, self._loop)  # which then schedule themselves
-        self._loop.call_soon(take_turn if turns is None else turns.take)
 
     async def _root(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -140,65 +133,6 @@ class TrioGuest:
                 self._cause = f"{type(error).__name__}: {error}"
         if not self._ended.done():
             self._ended.set_result(None)
-
-
-class _Turns:
-    """Runs trio's turns in the asyncio loop, which also watches trio's epoll.
-
-    trio's own guest mode waits for events in a thread. Every wait then costs two switches of threads, both of which
-    compete for the interpreter with whatever the loop does meanwhile.
-    """
-
-    def __init__(self, guest: Any, epoll_fd: int, loop: asyncio.AbstractEventLoop) -> None:
-        """`guest` is trio's state of this guest run."""
-        self._guest = guest
-        self._loop = loop
-        self._fd = epoll_fd
-        self._is_waiting = False
-        self._timer: asyncio.TimerHandle | None = None
-        loop.add_reader(epoll_fd, self._wake)
-
-    @classmethod
-    def of(cls, take_turn: Any, loop: asyncio.AbstractEventLoop) -> "_Turns | None":
-        """Return the turns of the guest run that schedules `take_turn`; None where trio is built differently."""
-        guest = getattr(take_turn, "__self__", None)
-        epoll = getattr(getattr(getattr(guest, "runner", None), "io_manager", None), "_epoll", None)
-        has_state = hasattr(guest, "unrolled_run_gen") and hasattr(guest, "unrolled_run_next_send")
-        return cls(guest, epoll.fileno(), loop) if epoll is not None and has_state else None
-
-    def take(self) -> None:
-        """Take one turn, and the next one at once, at an event or at trio's next deadline. As trio's `guest_tick`."""
-        guest, runner = self._guest, self._guest.runner
-        before, sniffio.thread_local.name = sniffio.thread_local.name, "trio"
-        try:
-            wait_s = guest.unrolled_run_next_send.send(guest.unrolled_run_gen)
-        except (StopIteration, trio.TrioInternalError) as error:
-            self._loop.remove_reader(self._fd)
-            is_broken = isinstance(error, trio.TrioInternalError)
-            guest.done_callback(outcome.Error(error) if is_broken else runner.main_task_outcome)
-            return
-        finally:
-            sniffio.thread_local.name = before
-        if self._look() or wait_s <= 0:
-            self._loop.call_soon(self.take)
-        else:
-            self._is_waiting, runner.guest_tick_scheduled = True, False
-            self._timer = self._loop.call_later(wait_s, self._wake)
-
-    def _look(self) -> bool:
-        """Return whether there are events, or an error in place of them, for the next turn."""
-        guest, runner = self._guest, self._guest.runner
-        events = guest.unrolled_run_next_send = outcome.capture(runner.io_manager.get_events, 0)
-        runner.guest_tick_scheduled = True
-        return isinstance(events, outcome.Error) or bool(events.value)
-
-    def _wake(self) -> None:
-        if self._is_waiting:
-            self._is_waiting = False
-            if self._timer is not None:
-                self._timer.cancel()
-            self._look()
-            self.take()
 
 
 def _complete(future: "asyncio.Future[Any]", set_outcome: Callable[[], None]) -> None:
