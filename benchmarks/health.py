@@ -1,16 +1,17 @@
 """How often a node warns in healthy runs, and how early in runs that go wrong.
 
-    python benchmarks/health.py            20 healthy and 20 sick runs of both regimes: half an hour on two cores
+    python benchmarks/health.py            32 healthy and 36 sick runs: an hour on two cores
     python benchmarks/health.py --quick    one short swarm of each kind, under a minute
 
-Swarms of four nodes as they come, which share 24 groups of others; each node is one run. A sick swarm has one setting that a
-user may well choose wrong. A run has gone wrong where the mean reward of eight rounds is .1 below the best such mean before, or
-below the first one. The metrics of every run are kept in --dir, so that other thresholds are judged without new runs. The last
-line of the output is one JSON object: `false_alarms_per_run`, `share_warned`, `rounds_ahead_median`.
+Swarms of four nodes; each node is one run. A sick swarm has one setting that a user may well choose wrong. A run has gone wrong
+where the mean reward of eight rounds is .1 and three standard errors below that of the untrained policy or an earlier such mean,
+and stays there. The metrics of every run are kept in --dir, so that other thresholds are judged without new runs. The last line
+of the output is one JSON object: `false_alarms_per_run`, `share_warned`, `rounds_ahead_median`.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -38,14 +39,28 @@ SICK: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
 }
 """Settings that go wrong; `lr` is a multiple of the usual one."""
-ROUNDS = {"short": 60, "reasoning": 24}
-SEEDS = {("short", True): 3, ("short", False): 1, ("reasoning", True): 2, ("reasoning", False): 1}
+HERE = {
+    **REGIMES,
+    "few groups": {
+        **REGIMES["short"],
+        "rollouts": {"groups_per_round": 6, "group_size": 4, "max_new_tokens": 12},
+        "sharing": {"own_groups": 3, "swarm_groups": 3},
+    },
+}
+"""Short answers, long ones, and batches so small that every measure of a round is noisy."""
+ROUNDS = {"short": 60, "reasoning": 24, "few groups": 120}
+SEEDS = {
+    ("short", True): 3, ("short", False): 1, ("reasoning", True): 2, ("reasoning", False): 1,
+    ("few groups", True): 3, ("few groups", False): 1,
+}  # fmt: skip
 """Swarms of a kind, {(regime, whether healthy): number}: for each of SICK where they are not."""
 NUM_NODES = 4
 _QUICK_ROUNDS, _QUICK_NODES = 16, 2
 _MEAN_ROUNDS = 8
 _FALL = 0.1
 Rows = list[dict[str, Any]]
+Runs = Sequence[tuple[Mapping[str, Any], Rows]]
+"""(arguments of the swarm, rows of one of its nodes)."""
 
 
 def main() -> None:
@@ -84,7 +99,7 @@ def run_swarm(path: str, regime: str, kind: str, seed: int, num_rounds: int, num
     chosen = {section: dict(settings) for section, settings in SICK.get(kind, {}).items()}
     if "training" in chosen:
         chosen["training"]["lr"] *= usual
-    config = parse(overlaid({"node": {"seed": seed}}, REGIMES[regime], chosen))
+    config = parse(overlaid({"node": {"seed": seed}}, HERE[regime], chosen))
     swarm = LearnerSwarm([config] * num_nodes, seed)
     rows: list[Rows] = [[] for _ in range(num_nodes)]
     for number in range(1, num_rounds + 1):
@@ -122,54 +137,73 @@ def warnings_of(rows: Rows) -> dict[str, list[int]]:
     return begun
 
 
-def gone_wrong_at(rows: Rows) -> int | None:
+def gone_wrong_at(rows: Rows, base: float) -> int | None:
     """Return the round in which the mean reward of eight rounds had fallen; None where it did not fall, or rose again."""
     rewards = [row["rollout/reward_mean"] for row in rows]
-    means = [fmean(rewards[end - _MEAN_ROUNDS : end]) for end in range(_MEAN_ROUNDS, len(rewards) + 1)]
+    eights = [rewards[end - _MEAN_ROUNDS : end] for end in range(_MEAN_ROUNDS, len(rewards) + 1)]
     fallen = [
         place
-        for place, mean in enumerate(means)
-        if place and (mean < max(max(means[:place]) - _FALL, means[0]) or mean < means[0] - _FALL / 2)
+        for place, now in enumerate(eights)
+        if has_fallen([base], now) or any(has_fallen(before, now) for before in eights[:place])
     ]
-    if not fallen or fallen[-1] != len(means) - 1:
+    if not fallen or fallen[-1] != len(eights) - 1:
         return None
     return fallen[0] + _MEAN_ROUNDS
 
 
-def table(runs: Sequence[tuple[Mapping[str, Any], Rows]]) -> str:
+def has_fallen(before: Sequence[float], now: Sequence[float]) -> bool:
+    """Whether the mean fell by more than .1 and three standard errors."""
+    error = math.hypot(*(stdev(values) / math.sqrt(len(values)) for values in (before, now) if len(values) > 1))
+    return fmean(before) - fmean(now) > max(_FALL, 3 * error)
+
+
+def base_rewards(runs: Runs) -> dict[str, float]:
+    """Return the mean reward of the untrained policy by regime: that of the first rounds of all its runs."""
+    regimes = {swarm["regime"] for swarm, _ in runs}
+    return {
+        regime: fmean(rows[0]["rollout/reward_mean"] for swarm, rows in runs if swarm["regime"] == regime)
+        for regime in regimes
+    }
+
+
+def table(runs: Runs) -> str:
     """Return a row for each kind of swarm: its runs, how many went wrong, and how many warned of what."""
     kinds = dict.fromkeys((swarm["regime"], swarm["kind"]) for swarm, _ in runs)
+    bases = base_rewards(runs)
     lines = ["| regime | swarm | runs | went wrong | " + " | ".join(CHECKS) + " | any, and rounds ahead |"]
     lines.append("|" + "---|" * (len(CHECKS) + 5))
     for kind in kinds:
         those = [rows for swarm, rows in runs if (swarm["regime"], swarm["kind"]) == kind]
         found = [warnings_of(rows) for rows in those]
         num_warned = Counter(name for one in found for name in one)
-        ahead = [of_run for rows in those if (of_run := rounds_ahead(rows)) is not None]
+        ahead = [of_run for rows in those if (of_run := rounds_ahead(rows, bases[kind[0]])) is not None]
         told = f"{sum(map(bool, found))}" + (f", {median(ahead):+.0f}" if ahead else "")
-        wrong = sum(gone_wrong_at(rows) is not None for rows in those)
+        wrong = sum(gone_wrong_at(rows, bases[kind[0]]) is not None for rows in those)
         counts = " | ".join(str(num_warned[name]) for name in CHECKS)
         lines.append(f"| {kind[0]} | {kind[1] or 'as it comes'} | {len(those)} | {wrong} | {counts} | {told} |")
     return "\n".join(lines)
 
 
-def rounds_ahead(rows: Rows) -> int | None:
+def rounds_ahead(rows: Rows, base: float) -> int | None:
     """Return how many rounds before the run had gone wrong it was first warned of; None where either is missing."""
-    wrong_at, begun = gone_wrong_at(rows), warnings_of(rows)
+    wrong_at, begun = gone_wrong_at(rows, base), warnings_of(rows)
     if wrong_at is None or not begun:
         return None
     return wrong_at - min(min(rounds) for rounds in begun.values())
 
 
-def figures(runs: Sequence[tuple[Mapping[str, Any], Rows]]) -> dict[str, float]:
-    healthy = [rows for swarm, rows in runs if not swarm["kind"] and gone_wrong_at(rows) is None]
-    wrong = [rows for _, rows in runs if gone_wrong_at(rows) is not None]
-    ahead = [of_run for rows in wrong if (of_run := rounds_ahead(rows)) is not None]
+def figures(runs: Runs) -> dict[str, float]:
+    bases = base_rewards(runs)
+    went_wrong = [gone_wrong_at(rows, bases[swarm["regime"]]) is not None for swarm, rows in runs]
+    healthy = [
+        rows for (swarm, rows), is_wrong in zip(runs, went_wrong, strict=True) if not swarm["kind"] and not is_wrong
+    ]
+    ahead = [of_run for swarm, rows in runs if (of_run := rounds_ahead(rows, bases[swarm["regime"]])) is not None]
     return {
         "healthy_runs": len(healthy),
         "false_alarms_per_run": round(sum(bool(warnings_of(rows)) for rows in healthy) / max(len(healthy), 1), 3),
-        "runs_gone_wrong": len(wrong),
-        "share_warned": round(len(ahead) / max(len(wrong), 1), 3),
+        "runs_gone_wrong": sum(went_wrong),
+        "share_warned": round(len(ahead) / max(sum(went_wrong), 1), 3),
         "rounds_ahead_median": median(ahead) if ahead else 0,
     }
 

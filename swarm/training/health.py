@@ -17,14 +17,15 @@ logger = logging.getLogger(__name__)
 _WINDOW_ROWS = 48
 _RECENT_ROWS = 8
 _SPIKE_ROWS = 5
+_FEW_ROWS = 4
 COLUMNS = (
     "rollout/reward_mean", "train/entropy", "train/ess_fraction", "train/kl", "train/grad_norm",
     "train/clip_fraction", "train/skip_reason", "rollout/groups", "rollout/failed_tasks",
 )  # fmt: skip
 """What is read of a row."""
 
-_REWARD_AT_START = "reward at the start"
-"""Column with the mean reward of the first rounds of the run, the same in every row of the window."""
+_AT_START = {"rollout/reward_mean": 8, "train/entropy": 1}
+"""{column: number of its first values in the run}, whose mean stays in every row of the window as "COLUMN at the start"."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -38,8 +39,8 @@ class HealthWatch:
         """Number of rows since each problem was last seen, for problems of the last 8 rows."""
         self._found: dict[str, str] = {}
         """{check: text} after the newest row."""
-        self._first_rewards: list[float] = []
-        """Mean rewards of the first rounds of the run."""
+        self._first: dict[str, list[float]] = {name: [] for name in _AT_START}
+        """First values of the run, by column."""
 
     def observe(self, row: Mapping[str, Any]) -> list[str]:
         """Warnings that hold after this round's row; those of a new episode are logged."""
@@ -51,9 +52,11 @@ class HealthWatch:
     def begun(self, row: Mapping[str, Any]) -> list[str]:
         """Take in the row of a round. Returns the names of the checks whose problem was not there in the last 8 rows."""
         kept = {name: row.get(name) for name in COLUMNS}
-        if len(self._first_rewards) < _RECENT_ROWS and (reward := kept["rollout/reward_mean"]) is not None:
-            self._first_rewards.append(reward)
-        kept[_REWARD_AT_START] = fmean(self._first_rewards) if len(self._first_rewards) == _RECENT_ROWS else None
+        for name, first in self._first.items():
+            value = kept[name]
+            if len(first) < _AT_START[name] and value is not None and math.isfinite(value):
+                first.append(value)
+            kept[f"{name} at the start"] = fmean(first) if len(first) == _AT_START[name] else None
         self._rows.append(kept)
         found = {name: text for name, check in CHECKS.items() if (text := check(self._rows))}
         begun = [name for name in found if name not in self._quiet_rows]
@@ -64,28 +67,47 @@ class HealthWatch:
 
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs, for JSON."""
-        return {
-            "rows": list(self._rows), "quiet_rows": dict(self._quiet_rows), "first_rewards": list(self._first_rewards),
-        }  # fmt: skip
+        return {"rows": list(self._rows), "quiet_rows": dict(self._quiet_rows), "first": self._first}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        columns = (*COLUMNS, _REWARD_AT_START)
+        columns = (*COLUMNS, *(f"{name} at the start" for name in _AT_START))
         self._rows = deque(({name: row.get(name) for name in columns} for row in state["rows"]), maxlen=_WINDOW_ROWS)
         self._quiet_rows = dict(state["quiet_rows"])
-        self._first_rewards = list(state.get("first_rewards", ()))  # not in what 0.1.0 wrote
+        first = state.get("first", {})  # not in what 0.1.0 wrote
+        self._first = {name: list(first.get(name, ())) for name in _AT_START}
 
 
 def entropy_collapse(rows: Rows) -> str:
-    """Entropy halved within the window, or is nearly 0, and reward did not rise."""
+    """Entropy halved within the window, or is nearly 0 and a quarter of what the run began with, and reward did not rise.
+
+    Some bases begin with hundredths of a nat per token, as most tokens of a long answer are certain.
+    """
     older, recent = _medians(rows, "train/entropy")
     reward = _medians(rows, "rollout/reward_mean")[1]
-    is_low = recent < 0.5 * older or (recent < 0.05 and reward < 0.9)
+    at_start = _at_start(rows, "train/entropy")
+    is_low = recent < 0.5 * older or (recent < min(0.05, 0.25 * at_start) and reward < 0.9)
     if not is_low or _reward_has_risen(rows):
         return ""
+    before = at_start if math.isnan(older) else older
     return (
-        f"entropy is {recent:.2g} nats per token, after {older:.2g}, and reward has not risen: the policy writes the same "
+        f"entropy is {recent:.2g} nats per token, after {before:.2g}, and reward has not risen: the policy writes the same "
         "answer again and again and soon finds nothing new; lower training.lr, raise training.clip_high or "
         "rollouts.temperature, or set training.kl_coef = 0.01"
+    )
+
+
+def entropy_growth(rows: Rows) -> str:
+    """Entropy of the newest steps is twice that of the run's first ones, and reward is no higher than in the rounds before."""
+    rows = list(rows)
+    recent, at_start = _values(rows, "train/entropy")[-_FEW_ROWS:], _at_start(rows, "train/entropy")
+    before, now = (_values(part, "rollout/reward_mean") for part in (rows[:-_FEW_ROWS], rows[-_FEW_ROWS:]))
+    is_high = len(recent) == _FEW_ROWS and median(recent) > 2 * at_start
+    if not is_high or not before or not now or fmean(now) > fmean(before) + 0.02:
+        return ""
+    return (
+        f"entropy is {median(recent):.2g} nats per token, {at_start:.2g} at the start, and reward has not risen: answers become "
+        "random, and reward is lost within a few rounds; lower training.lr or training.inner_epochs, or set "
+        "training.kl_coef = 0.01, and go back to an earlier checkpoint"
     )
 
 
@@ -117,11 +139,11 @@ def kl_runaway(rows: Rows) -> str:
 
 
 def grad_norm_spike(rows: Rows) -> str:
-    """Three times the usual norm, twice within five rounds: once is chance, and clipped."""
+    """Three and a half times the usual norm, twice within five rounds: once is chance, and clipped."""
     values = _values(rows, "train/grad_norm")
     older, recent = values[:-_SPIKE_ROWS], values[-_SPIKE_ROWS:]
     usual = median(older) if len(older) >= 4 else math.nan
-    spikes = [value for value in recent if value > 3 * usual > 0]
+    spikes = [value for value in recent if value > 3.5 * usual > 0]
     if len(spikes) < 2:
         return ""
     return (
@@ -180,7 +202,7 @@ def failing_tasks(rows: Rows) -> str:
 CHECKS: dict[str, Callable[[Rows], str]] = {
     check.__name__: check
     for check in (
-        entropy_collapse, few_effective_answers, kl_runaway, grad_norm_spike, reward_falling, many_clipped,
+        entropy_collapse, entropy_growth, few_effective_answers, kl_runaway, grad_norm_spike, reward_falling, many_clipped,
         steps_not_applied, failing_tasks,
     )
 }  # fmt: skip
@@ -195,8 +217,14 @@ def _reward_has_risen(rows: Rows) -> bool:
 def _reward_since_start(rows: Rows) -> float:
     """How much the newest rows gained since the start of the run; 0 where that is not known."""
     _, recent = _split(rows, "rollout/reward_mean")
-    starts = [row.get(_REWARD_AT_START) for row in rows]
-    return fmean(recent) - starts[-1] if recent and starts[-1] is not None else 0.0
+    at_start = _at_start(rows, "rollout/reward_mean")
+    return 0.0 if not recent or math.isnan(at_start) else fmean(recent) - at_start
+
+
+def _at_start(rows: Rows, name: str) -> float:
+    """Mean of the first values of the run; nan, which compares as false, where it is not known."""
+    value = rows[-1].get(f"{name} at the start") if rows else None
+    return math.nan if value is None else value
 
 
 def _medians(rows: Rows, name: str) -> tuple[float, float]:

@@ -45,6 +45,7 @@ def test_a_run_that_learns_is_left_in_peace(caplog: pytest.LogCaptureFixture):
 
 SICK: dict[str, dict[str, Any]] = {
     "entropy_collapse": {"train/entropy": 0.3},
+    "entropy_growth": {"train/entropy": 3.0},
     "few_effective_answers": {"train/ess_fraction": 0.49},
     "kl_runaway": {"train/kl": 1.1},
     "grad_norm_spike": {"train/grad_norm": 4.0},
@@ -142,11 +143,10 @@ def is_seen(name: str, column: str, older: list[float], recent: list[float], **o
     ("name", "column", "older", "at_bound", "beyond"),
     [
         ("entropy_collapse", "train/entropy", 2.0, 1.0, 0.99),
-        ("entropy_collapse", "train/entropy", 0.06, 0.05, 0.049),
         ("few_effective_answers", "train/ess_fraction", 0.9, 0.5, 0.49),
         ("kl_runaway", "train/kl", 0.0, 0.5, 0.51),
         ("kl_runaway", "train/kl", 2.0, 2.0, 2.01),
-        ("grad_norm_spike", "train/grad_norm", 2.0, 6.0, 6.01),
+        ("grad_norm_spike", "train/grad_norm", 2.0, 7.0, 7.01),
         ("reward_falling", "rollout/reward_mean", 0.05, 0.0, -0.01),
         ("many_clipped", "train/clip_fraction", 0.1, 0.3, 0.31),
     ],
@@ -192,6 +192,37 @@ def test_entropy_may_fall_where_the_reward_is_high_or_rises(
 ):
     older, recent = entropy
     assert is_seen("entropy_collapse", "train/entropy", [older] * 8, [recent] * 8, reward=reward) == is_told
+
+
+@pytest.mark.parametrize(
+    ("start", "now", "is_told"), [(0.06, 0.04, False), (0.06, 0.016, False), (0.06, 0.014, True), (0.3, 0.05, False)]
+)
+def test_a_base_that_begins_with_little_entropy_is_told_of_a_quarter_of_it(start: float, now: float, is_told: bool):
+    """Over so many rounds that nothing halves within the window."""
+    watch = HealthWatch()
+    values = [start * (now / start) ** (i / 200) for i in range(201)]
+    seen = [watch.observe({**HEALTHY, "train/entropy": value}) for value in values]
+    assert any(seen) == is_told
+
+
+@pytest.mark.parametrize(
+    ("entropies", "rewards", "is_told"),
+    [
+        ([0.1, 0.1, *[0.21] * 4], [0.5] * 6, True),
+        ([0.1, 0.1, *[0.2] * 4], [0.5] * 6, False),
+        ([0.1, 0.1, *[0.21] * 2], [0.5] * 4, False),  # too few to tell
+        ([0.1, None, 0.1, 0.3, None, 0.3, 0.3], [0.5] * 7, True),  # rounds without a step
+        ([0.1, 0.1, *[0.4] * 4], [0.5, 0.5, *[0.53] * 4], False),  # it looks for new answers, and finds them
+        ([0.1, 0.1, *[0.4] * 4], [0.5, 0.5, *[0.51] * 4], True),
+    ],
+)
+def test_entropy_that_doubles_without_a_gain_is_told_within_a_few_rounds(
+    entropies: list[float | None], rewards: list[float], is_told: bool
+):
+    watch = HealthWatch()
+    columns = ("train/entropy", "rollout/reward_mean")
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(entropies, rewards, strict=True)]
+    assert bool([watch.observe({**HEALTHY, **row}) for row in rows][-1]) == is_told
 
 
 def test_reward_that_falls_within_its_noise_is_no_sickness():
