@@ -54,7 +54,10 @@ class CheckpointSection(Section):
     """Checkpoints, from which a node resumes."""
 
     interval_rounds: PositiveInt = 10
-    """Rounds between two checkpoints."""
+    """Most rounds between two checkpoints."""
+    interval_s: Annotated[float, Field(ge=0)] = 60.0
+    """The first round that ends so many seconds after the last checkpoint writes one, too, so that little is lost where rounds
+    are long. 0: interval_rounds alone decides."""
     keep: PositiveInt = 3
     """Number of checkpoints that are kept. If the newest is damaged, the one before it is used."""
 

@@ -158,13 +158,13 @@ class Node:
         """
         obey_stop_signals(self._on_signal)
         if not await self.run():  # a thread is inside a long computation: leave it, the last checkpoint stands
-            saved = CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep).newest_round()
+            saved = self._checkpoint_store().newest_round()
             what = "nothing was saved yet" if saved is None else f"round {saved} is saved"
             logger.info(
                 "stopped; %s; go on: %s", what, self.folder.run_command(saved or 0, self.config.node.max_rounds)
             )
             logging.shutdown()
-            os._exit(_INTERRUPTED)
+            os._exit(0)
 
     def _on_signal(self) -> None:
         if self.controls.has_ended:
@@ -186,6 +186,8 @@ class Node:
             stack.push_async_exit(self._end_report)
             if self._driver is not None:
                 stack.callback(self._driver.close)
+            if saved := self._checkpoint_store().newest_round():
+                self._report.resume(saved, 0)
             await self._report.start()
             if self.sharing is not None and self.sharing.totals.reads:  # or the first body would wait for it
                 threading.Thread(target=self._sandboxed_verifier.start, name="verifier start", daemon=True).start()
@@ -280,7 +282,7 @@ class Node:
         )
         learner = Learner(config, backend, mixture=mixture, pool=self.pool, peer_id=self.identity.peer_id, ports=ports)
         learner.probe_memory()
-        if learner.resume(CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)):
+        if learner.resume(self._checkpoint_store()):
             self._report.resume(learner.round, learner.policy.version)
             logger.info("resumed after round %d", learner.round)
         elif self.folder.metrics.exists() and self.folder.metrics.stat().st_size:
@@ -290,6 +292,9 @@ class Node:
                 self.folder.checkpoints,
             )
         return _Loaded(mixture, learner, exchange)
+
+    def _checkpoint_store(self) -> CheckpointStore:
+        return CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)
 
     def _load_policy(self, config: Config, loop: asyncio.AbstractEventLoop) -> PolicyBackend:
         if self._driver is not None:
@@ -371,11 +376,18 @@ class Node:
             if self.controls.has_ended:
                 stop_seen_at = stop_seen_at or time.monotonic()
                 if time.monotonic() - stop_seen_at > _STOP_GRACE_S:
-                    logger.warning("left round %d unfinished; the last checkpoint stands", run.learner.round + 1)
                     await asyncio.to_thread(run.wait_for_write, _WRITE_GRACE_S)
-                    return False
+                    if not outcome.done():
+                        self._leave_round(run.learner.round + 1)
+                        return False
         await outcome
         return True
+
+    def _leave_round(self, number: int) -> None:
+        """Tell that this round is lost; what its thread meets from here on, such as a verifier that is closed, means nothing."""
+        logger.info("left round %d unfinished; the last checkpoint stands", number)
+        logging.getLogger("swarm.rollouts").setLevel(logging.CRITICAL)
+        self._report.phase = "ended"
 
 
 def _run_and_settle(run: TrainingRun, loop: asyncio.AbstractEventLoop, outcome: "asyncio.Future[None]") -> None:

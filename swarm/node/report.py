@@ -267,7 +267,7 @@ class NodeReport:
         self.write_status()
 
     def resume(self, round_number: int, policy_version: int) -> None:
-        """Let the status name the round and version of the checkpoint until a round ends. Called by the compute thread."""
+        """Let the status name the round and version of the checkpoint until a round ends; version 0: not known yet."""
         self._resumed = {"round": round_number, "policy_version": policy_version}
 
     def count_failed_step(self) -> None:

@@ -56,6 +56,7 @@ class TrainingRun:
         self._watchdog = watchdog
         self._controls = controls
         self._longest_round_s = 0.0
+        self._saved_at_s = watchdog.awake_s()
         store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
         self._writer = CheckpointWriter(store, self._on_refusal)
 
@@ -109,13 +110,18 @@ class TrainingRun:
         worked_s = self._watchdog.awake_s() - began_s
         self._longest_round_s = max(self._longest_round_s, worked_s)
         self._report.record(row)
-        if learner.round % self._config.checkpoint.interval_rounds == 0:
+        if self._checkpoint_is_due():
             self._save()
         interval = self._config.evaluation.interval_rounds
         if interval and learner.round % interval == 0:
             self._evaluate("interval")
             self._report.phase = "learning"
         self._rest(worked_s)
+
+    def _checkpoint_is_due(self) -> bool:
+        settings = self._config.checkpoint
+        is_late = 0 < settings.interval_s <= self._watchdog.awake_s() - self._saved_at_s
+        return is_late or self.learner.round % settings.interval_rounds == 0
 
     def _save(self, on_saved: Callable[[int], None] | None = None) -> None:
         """Begin to write a checkpoint. During a run, a disk that refuses costs a checkpoint and not the node."""
@@ -128,6 +134,7 @@ class TrainingRun:
             self._on_refusal(self.learner.round, error)
         else:
             self._writer.save(self.learner.round, tensors, state, on_saved)
+            self._saved_at_s = self._watchdog.awake_s()
         finally:
             self._begin(_BETWEEN_ROUNDS, None)
 

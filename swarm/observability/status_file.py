@@ -12,7 +12,7 @@ import re
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ _MAX_BYTES = 4 << 20
 _MAX_PID = 1 << 31
 _MAX_NUMBER = 1e15
 _ABSENT = object()
+_COPIED = "copied"
+"""Phase of what was read from another folder than it was written for."""
 _NEEDED = frozenset({"peer_id", "peer_name", "pid", "started_at", "phase", "addresses"})
 _NUMBER = (int, float)
 _KINDS: dict[str, Any] = {
@@ -87,7 +89,7 @@ class NodeStatus:
 
     def write(self, path: Path) -> None:
         """Replace the file at once: a reader sees the old or the new one."""
-        replace_file(path, json.dumps(asdict(self)))
+        replace_file(path, json.dumps({**asdict(self), "folder_inode": path.parent.stat().st_ino}))
 
     @property
     def is_alive(self) -> bool:
@@ -99,7 +101,9 @@ class NodeStatus:
         except PermissionError:
             return True
         is_silent = self.written_at and time.time() - self.written_at > SILENT_AFTER_S
-        return self.phase not in ("ended", "failed") and not (is_silent and _began_after(self.pid, self.started_at))
+        return self.phase not in ("ended", "failed", _COPIED) and not (
+            is_silent and _began_after(self.pid, self.started_at)
+        )
 
 
 def _began_after(pid: int, time_s: float) -> bool:
@@ -119,12 +123,14 @@ def inner_folders(folder: Path) -> list[Path]:
 
 
 def _way_to_a_node(folder: Path) -> str:
-    inner = inner_folders(folder)
+    where, inner = "inside it", inner_folders(folder)
+    if not inner:
+        where, inner, folder = "beside it", inner_folders(folder.parent), folder.parent
     if not inner:
         return "; start it with `swarm run` or name its folder"
     names = ", ".join(path.name for path in inner[:_MAX_NAMES]) + (", …" if len(inner) > _MAX_NAMES else "")
     every = f"`swarm top {shlex.quote(str(folder))}`"
-    return f" but {len(inner)} nodes inside it: {names}; name one of these, or see all with {every}"
+    return f" but {len(inner)} nodes {where}: {names}; name one of these, or see all with {every}"
 
 
 @contextlib.contextmanager
@@ -145,7 +151,10 @@ def read_status(path: Path) -> NodeStatus:
     Raises NodeNotRunningError where no node has ever written one, or it is damaged.
     """
     try:
-        return _checked(read_json(path, _MAX_BYTES))
+        data = read_json(path, _MAX_BYTES)
+        status = _checked(data)
+        is_copy = data.get("folder_inode", inode := path.parent.stat().st_ino) != inode
+        return replace(status, phase=_COPIED) if is_copy else status
     except FileNotFoundError:
         raise NodeNotRunningError(
             f"a node's folder must hold status.json, got none in {path.parent}{_way_to_a_node(path.parent)}"
@@ -229,6 +238,8 @@ def judge(status: NodeStatus, now: float) -> NodeHealth:
 def _how_it_ended(status: NodeStatus, now: float) -> str:
     ago = f", {for_how_long(now - status.written_at)} ago" if status.written_at else ""
     at = "" if status.command else f" after round {status.round}"  # a stage or bootstrap peer has no rounds
+    if status.phase == _COPIED:
+        return "this folder is a copy of a node's, and nothing has run in it"
     if status.phase == "ended":
         return f"it ended{at}{ago}"
     if status.phase == "failed":

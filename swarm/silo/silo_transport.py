@@ -164,7 +164,9 @@ class SiloTransport:
         return self._inner.seen_at(peer_id)
 
     async def connected_peers(self) -> tuple[str, ...]:
-        """Return connected members only."""
+        """Return connected members only; none while they answer that this node is no member, as it can ask them for nothing."""
+        if self._bulletin.advice():
+            return ()
         return tuple(one for one in await self._inner.connected_peers() if self._membership.is_member(one))
 
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:

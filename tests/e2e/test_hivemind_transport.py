@@ -412,7 +412,7 @@ async def test_who_is_connected_to_others_is_not_said_to_be_alone(
             tmp_path / "1", initial_peers=host.addresses(), listen=("/ip4/0.0.0.0/tcp/0",), reachability="private"
         )
         async with running(client):
-            await until(lambda: "no other peer that hosts the index answers; connected to 1 other," in caplog.text)
+            await until(lambda: "no other peer that hosts the index answers; exchanges with the one" in caplog.text)
             assert "alone" not in caplog.text
             assert num_neighbors(host) == 0
         await until(lambda: "this node continues alone" in caplog.text)  # with the client gone, it is so again

@@ -73,11 +73,20 @@ def test_a_killed_node_is_started_again_and_an_interrupt_ends_it_for_good(
     second = read_status(folder / "status.json").pid
     assert second != first
     supervisor.send_signal(signal.SIGINT)
-    assert supervisor.wait(PATIENCE_S) in (0, 130), "130 where the round in flight was left"
+    assert supervisor.wait(PATIENCE_S) == 0
     assert not psutil.pid_exists(second)
     said = (tmp_path / "said").read_text()
     assert "supervisor: the node ended with code 137; it is started again in" in said
     assert said.count("stopping: the round in flight") == 1, "it was told once"
+
+
+def test_a_round_that_is_left_is_no_crash(tmp_path: Path, slow_node: SwarmProcess) -> None:
+    said, status = tmp_path / "said", tmp_path / "n" / "status.json"
+    until(lambda: status.exists() and read_status(status).phase == "learning", slow_node)
+    slow_node.send_signal(signal.SIGINT)
+    assert slow_node.wait(PATIENCE_S) == 0
+    assert read_status(status).phase == "ended"
+    assert "left round 1 unfinished" in said.read_text() and "could not be scored" not in said.read_text()
 
 
 def test_a_second_interrupt_ends_a_node_at_once(tmp_path: Path, slow_node: SwarmProcess) -> None:

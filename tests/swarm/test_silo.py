@@ -139,6 +139,7 @@ def test_revoked_member_is_out_within_seconds_and_the_others_go_on(
         with pytest.raises(RequestError, match="refused: not a member"):
             await cat.transport.request(ANN.peer_id, BODY_PROTOCOL, bytes(32), max_response_bytes=100, deadline_s=5)
         assert CAT.peer_id not in await ann.transport.connected_peers()
+        assert await cat.transport.connected_peers() == (), "so its status does not say that it contributes"
         told = [record.message for record in caplog.records if "no longer a member: " in record.message]
         assert len(told) == 1, "Cat is told, once"
         await silo.stop()

@@ -3,10 +3,12 @@
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -18,7 +20,7 @@ from swarm.observability.http_server import HttpServer
 from swarm.observability.logging_setup import set_up_logging
 from swarm.observability.metrics import RENAMED, Metrics, MetricsLog, last_rows, read_rows
 from swarm.observability.repeat import repeat
-from swarm.observability.status_file import NodeStatus, read_status
+from swarm.observability.status_file import NodeStatus, judge, read_status
 from swarm.report.node_history import NodeHistory
 
 
@@ -113,6 +115,17 @@ def test_status_is_read_back_and_knows_whether_its_process_lives(tmp_path: Path)
     dead.wait()
     NodeStatus("12D3x", "brave-otter-3f", dead.pid, 1.0, "learning").write(path)
     assert not read_status(path).is_alive
+
+
+def test_a_copy_of_a_folder_does_not_pass_for_the_running_node(tmp_path: Path) -> None:
+    original, copy = tmp_path / "node", tmp_path / "copy"
+    original.mkdir()
+    NodeStatus("12D3x", "brave-otter-3f", os.getpid(), 1.0, "learning", round=3).write(original / "status.json")
+    shutil.copytree(original, copy)
+    told = read_status(copy / "status.json")
+    assert not told.is_alive and "copy" in judge(told, time.time()).why
+    original.rename(moved := tmp_path / "moved")
+    assert read_status(moved / "status.json").is_alive, "its process goes on there"
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"pid": 1}'])

@@ -29,6 +29,8 @@ class Machine:
         self.round = 0
         self.dog = Watchdog(lambda: self.now)
         self.first_stuck: dict[int, list[str]] = {}
+        self.saved: list[int] = []
+        """Rounds after which a checkpoint was begun, but for the last one."""
         self._round_s = round_s
         self._save_s = save_s
         self._sleep_s = sleep_s
@@ -48,6 +50,7 @@ class Machine:
         return row | dict.fromkeys(zeros, 0.0)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        self.saved.append(self.round)
         return {}, {}
 
     def save(self, store: CheckpointWriter) -> None:
@@ -104,6 +107,23 @@ def test_a_round_is_stuck_after_twenty_times_the_longest(
     train(tmp_path / "n", machine)
     assert machine.first_stuck == stuck
     assert machine.dog.stuck() == [], "a run that is over is not stuck"
+
+
+@pytest.mark.parametrize(
+    ("round_s", "saved"),
+    [
+        ([1] * 21, [10, 20]),
+        ([59, 1, 30, 61, 5], [2, 4]),  # a minute after the last one, at the end of a round
+        ([600, 600], [1, 2]),
+        ([7] * 11, [9, 10]),
+    ],
+)
+def test_long_rounds_are_saved_a_minute_after_the_last_checkpoint(
+    tmp_path: Path, round_s: list[int], saved: list[int]
+) -> None:
+    machine = Machine(round_s)
+    train(tmp_path / "n", machine)
+    assert machine.saved == saved
 
 
 class Rests(NodeControls):

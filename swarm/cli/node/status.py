@@ -152,7 +152,7 @@ def _lines(folder: Path, current: "NodeStatus") -> Lines:
         ("state", state if current.is_alive else "not running" + was),
     ]
     if not current.command:  # a stage or bootstrap peer has no rounds
-        lines.append(("round", f"{current.round}, policy version {current.policy_version}{_speed(row)}"))
+        lines.append(("round", f"{current.round}{_version(current)}{_speed(row)}"))
     if row:
         lines += [("reward", _reward(current, row)), ("learned", _learned(row))]
     lines += _exchange_lines(current, row, now)
@@ -175,6 +175,10 @@ def _lines(folder: Path, current: "NodeStatus") -> Lines:
         )  # which `swarm dashboard` opens
         lines.append((name, f"http://127.0.0.1:{current.http_port}/{path}"))
     return lines
+
+
+def _version(current: "NodeStatus") -> str:
+    return f", policy version {current.policy_version}" if current.policy_version else ""
 
 
 def _speed(row: dict[str, Any]) -> str:

@@ -270,7 +270,13 @@ def join_through(addresses: Sequence[str], source: str | None, manifest: "Manife
     key = " --key silo-owner.key" if manifest.silo else ""
     step = f"  swarm create --update {file}{key} {named}"
     elsewhere = [f"  it also has the address {address}" for address in addresses[1:]]
-    return ["its address is not in the manifest yet; the founder puts it there with", step, *elsewhere]
+    said = "its address is not in the manifest yet; the founder puts it there with"
+    if source is None:
+        said = (
+            f"its address is not in edition {manifest.edition} of the manifest, which it read last; if a later one has it, "
+            "restart with --manifest FILE; else the founder puts it there with"
+        )
+    return [said, step, *elsewhere]
 
 
 async def _serve(start: BootstrapStart, files: "NodeFolder", identity: "Identity") -> None:

@@ -349,8 +349,8 @@ def _roll(folder: Path) -> "tuple[Manifest, Roll]":
     data = SiloFiles(folder).read_roll()
     if data is None:
         raise SiloError(
-            f"a member's folder must hold the silo's roll, got none in {folder}; "
-            "the first member that its node meets hands it over: let the node run, or set --dir"
+            f"a member's folder must hold the silo's roll, got none in {folder}; the first member that its node meets hands it "
+            "over: let the node run, or set --dir; an owner whose machine is lost copies silo.roll from any member's folder"
         )
     return manifest, decode_roll(data, manifest.founder, manifest.id)
 

@@ -341,8 +341,10 @@ class Joining:
             return
         # A node that hosts the index has one, and others have nothing to add to it.
         level = (logging.INFO if session.hosts_index else logging.WARNING) if is_news else logging.DEBUG
-        text = "no other peer that hosts the index answers; connected to %s, keeps trying"
-        logger.log(level, text, "1 other" if num_others == 1 else f"{num_others} others")
+        text = (
+            "no other peer that hosts the index answers; exchanges with the %s connected to this node, and keeps trying"
+        )
+        logger.log(level, text, "one" if num_others == 1 else f"{num_others}")
 
     async def leave(self, session: "HivemindSession") -> None:
         """Store the peers of the last moment."""
