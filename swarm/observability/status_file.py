@@ -19,7 +19,7 @@ from typing import Any
 
 from swarm.errors import NodeNotRunningError
 from swarm.machine.safe_files import read_json, replace_file
-from swarm.observability.plain_text import for_how_long, plain
+from swarm.observability.plain_text import counted, for_how_long, plain
 
 SILENT_AFTER_S = 30.0
 """After so long without a new file the process is blocked, frozen or gone: it writes one every two seconds."""
@@ -130,7 +130,7 @@ def _way_to_a_node(folder: Path) -> str:
         return "; start it with `swarm run` or name its folder"
     names = ", ".join(path.name for path in inner[:_MAX_NAMES]) + (", …" if len(inner) > _MAX_NAMES else "")
     every = f"`swarm top {shlex.quote(str(folder))}`"
-    return f" but {len(inner)} nodes {where}: {names}; name one of these, or see all with {every}"
+    return f" but {counted(len(inner), 'node')} {where}: {names}; name one of these, or see all with {every}"
 
 
 @contextlib.contextmanager
