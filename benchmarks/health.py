@@ -1,6 +1,6 @@
 """How often a node warns in healthy runs, and how early in runs that go wrong.
 
-    python benchmarks/health.py            32 healthy and 36 sick runs: an hour on two cores
+    python benchmarks/health.py            60 healthy and 36 sick runs: an hour and a half on two cores
     python benchmarks/health.py --quick    one short swarm of each kind, under a minute
 
 Swarms of four nodes; each node is one run. A sick swarm has one setting that a user may well choose wrong. A run has gone wrong
@@ -50,8 +50,8 @@ HERE = {
 """Short answers, long ones, and batches so small that every measure of a round is noisy."""
 ROUNDS = {"short": 60, "reasoning": 24, "few groups": 120}
 SEEDS = {
-    ("short", True): 3, ("short", False): 1, ("reasoning", True): 2, ("reasoning", False): 1,
-    ("few groups", True): 3, ("few groups", False): 1,
+    ("short", True): 6, ("short", False): 1, ("reasoning", True): 3, ("reasoning", False): 1,
+    ("few groups", True): 6, ("few groups", False): 1,
 }  # fmt: skip
 """Swarms of a kind, {(regime, whether healthy): number}: for each of SICK where they are not."""
 NUM_NODES = 4
