@@ -116,7 +116,7 @@ def runs_of(wanted: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple[Map
 
     def read(swarm: Mapping[str, Any]) -> list[Rows]:
         kind = swarm["kind"].replace(" ", "-").replace(",", "").replace("×", "x") or "healthy"
-        path = folder / f"{swarm['regime']}-{kind}-{swarm['num_rounds']}-rounds-{swarm['seed']}.json"
+        path = folder / f"{swarm['regime'].replace(' ', '-')}-{kind}-{swarm['num_rounds']}-rounds-{swarm['seed']}.json"
         if not path.exists():
             arguments = json.dumps({**swarm, "path": str(path)})
             command = [sys.executable, __file__, "--swarm", arguments]
