@@ -195,6 +195,7 @@ class Node:
                 stack.push_async_callback(self.transport.stop)
             loaded = await self._start()
             if loaded is None:
+                self._report.phase = "ended"
                 return False
             stack.callback(loaded.mixture.close)
             stack.callback(loaded.learner.close)

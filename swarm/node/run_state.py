@@ -157,7 +157,7 @@ class _CommonGroups(_Part):
 class _Health(_Part):
     rows: list[Annotated[Scalars, AfterValidator(_numbers)]]
     quiet_rows: dict[str, Count]
-    first_rewards: list[float] = []
+    first: dict[str, list[float]] = {}
 
 
 class _Reliability(_Part):

@@ -67,7 +67,11 @@ class HealthWatch:
 
     def state(self) -> dict[str, Any]:
         """Everything that `restore` needs, for JSON."""
-        return {"rows": list(self._rows), "quiet_rows": dict(self._quiet_rows), "first": self._first}
+        return {
+            "rows": list(self._rows),
+            "quiet_rows": dict(self._quiet_rows),
+            "first": {name: list(values) for name, values in self._first.items()},
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         columns = (*COLUMNS, *(f"{name} at the start" for name in _AT_START))

@@ -80,6 +80,14 @@ def test_a_killed_node_is_started_again_and_an_interrupt_ends_it_for_good(
     assert said.count("stopping: the round in flight") == 1, "it was told once"
 
 
+def test_a_node_that_is_interrupted_while_it_starts_is_no_crash(tmp_path: Path, slow_node: SwarmProcess) -> None:
+    said, status = tmp_path / "said", tmp_path / "n" / "status.json"
+    until(lambda: status.exists(), slow_node)
+    slow_node.send_signal(signal.SIGINT)
+    assert slow_node.wait(PATIENCE_S) == 0, said.read_text()
+    assert read_status(status).phase == "ended"
+
+
 def test_a_round_that_is_left_is_no_crash(tmp_path: Path, slow_node: SwarmProcess) -> None:
     said, status = tmp_path / "said", tmp_path / "n" / "status.json"
     until(lambda: status.exists() and read_status(status).phase == "learning", slow_node)
