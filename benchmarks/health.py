@@ -39,7 +39,7 @@ SICK: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
 }
 """Settings that go wrong; `lr` is a multiple of the usual one."""
-HERE = {
+SETTINGS = {
     **REGIMES,
     "few groups": {
         **REGIMES["short"],
@@ -99,7 +99,7 @@ def run_swarm(path: str, regime: str, kind: str, seed: int, num_rounds: int, num
     chosen = {section: dict(settings) for section, settings in SICK.get(kind, {}).items()}
     if "training" in chosen:
         chosen["training"]["lr"] *= usual
-    config = parse(overlaid({"node": {"seed": seed}}, HERE[regime], chosen))
+    config = parse(overlaid({"node": {"seed": seed}}, SETTINGS[regime], chosen))
     swarm = LearnerSwarm([config] * num_nodes, seed)
     rows: list[Rows] = [[] for _ in range(num_nodes)]
     for number in range(1, num_rounds + 1):
@@ -140,21 +140,25 @@ def warnings_of(rows: Rows) -> dict[str, list[int]]:
 def gone_wrong_at(rows: Rows, base: float) -> int | None:
     """Return the round in which the mean reward of eight rounds had fallen; None where it did not fall, or rose again."""
     rewards = [row["rollout/reward_mean"] for row in rows]
-    eights = [rewards[end - _MEAN_ROUNDS : end] for end in range(_MEAN_ROUNDS, len(rewards) + 1)]
+    eights = [mean_of(rewards[end - _MEAN_ROUNDS : end]) for end in range(_MEAN_ROUNDS, len(rewards) + 1)]
     fallen = [
         place
         for place, now in enumerate(eights)
-        if has_fallen([base], now) or any(has_fallen(before, now) for before in eights[:place])
+        if any(has_fallen(before, now) for before in ((base, 0.0), *eights[:place]))
     ]
     if not fallen or fallen[-1] != len(eights) - 1:
         return None
     return fallen[0] + _MEAN_ROUNDS
 
 
-def has_fallen(before: Sequence[float], now: Sequence[float]) -> bool:
-    """Whether the mean fell by more than .1 and three standard errors."""
-    error = math.hypot(*(stdev(values) / math.sqrt(len(values)) for values in (before, now) if len(values) > 1))
-    return fmean(before) - fmean(now) > max(_FALL, 3 * error)
+def mean_of(values: Sequence[float]) -> tuple[float, float]:
+    """Return (mean, standard error)."""
+    return fmean(values), stdev(values) / math.sqrt(len(values))
+
+
+def has_fallen(before: tuple[float, float], now: tuple[float, float]) -> bool:
+    """Whether a mean is lower by more than .1 and three standard errors."""
+    return before[0] - now[0] > max(_FALL, 3 * math.hypot(before[1], now[1]))
 
 
 def base_rewards(runs: Runs) -> dict[str, float]:

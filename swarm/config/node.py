@@ -57,7 +57,7 @@ class CheckpointSection(Section):
     """Most rounds between two checkpoints."""
     interval_s: Annotated[float, Field(ge=0)] = 60.0
     """The first round that ends so many seconds after the last checkpoint writes one, too, so that little is lost where rounds
-    are long. 0: interval_rounds alone decides."""
+    are long; later where training would wait for it for more than a twentieth of the time. 0: interval_rounds alone decides."""
     keep: PositiveInt = 3
     """Number of checkpoints that are kept. If the newest is damaged, the one before it is used."""
 

@@ -113,6 +113,7 @@ class Node:
         self._origin = origin
         self.folder = folder
         self.identity = identity
+        self._ends_process = False
         # the network
         validator = EntryValidator(config.swarm_id)
         self.transport = transport = make_transport(config, identity, folder, validator)
@@ -157,6 +158,7 @@ class Node:
         Whatever its threads do, the process has ended `stop_signals.DEADLINE_S` after the first one.
         """
         obey_stop_signals(self._on_signal)
+        self._ends_process = True
         if not await self.run():  # a thread is inside a long computation: leave it, the last checkpoint stands
             saved = self._checkpoint_store().newest_round()
             what = "nothing was saved yet" if saved is None else f"round {saved} is saved"
@@ -385,9 +387,10 @@ class Node:
         return True
 
     def _leave_round(self, number: int) -> None:
-        """Tell that this round is lost; what its thread meets from here on, such as a verifier that is closed, means nothing."""
+        """Tell that this round is lost. What its thread meets from here on, such as a closed verifier, means nothing."""
         logger.info("left round %d unfinished; the last checkpoint stands", number)
-        logging.getLogger("swarm.rollouts").setLevel(logging.CRITICAL)
+        if self._ends_process:
+            logging.getLogger("swarm.rollouts").setLevel(logging.CRITICAL)
         self._report.phase = "ended"
 
 

@@ -28,6 +28,8 @@ _LIMIT_ROUNDS = 20
 _FIRST_LIMIT_S = 1800.0
 """For work whose duration is not known yet: the first round, and evaluations."""
 _CHECKPOINT_LIMIT_S = 300.0
+_SAVE_SHARE = 0.05
+"""Largest part of its time that training waits for checkpoints which only `checkpoint.interval_s` asks for."""
 _BETWEEN_ROUNDS = "nothing: between two rounds, or paused"
 
 
@@ -57,6 +59,8 @@ class TrainingRun:
         self._controls = controls
         self._longest_round_s = 0.0
         self._saved_at_s = watchdog.awake_s()
+        self._save_s = 0.0
+        """Time that training waited for the last checkpoint: for the write before it, and for its copy."""
         store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
         self._writer = CheckpointWriter(store, self._on_refusal)
 
@@ -120,11 +124,13 @@ class TrainingRun:
 
     def _checkpoint_is_due(self) -> bool:
         settings = self._config.checkpoint
-        is_late = 0 < settings.interval_s <= self._watchdog.awake_s() - self._saved_at_s
+        since_s = self._watchdog.awake_s() - self._saved_at_s
+        is_late = 0 < settings.interval_s <= since_s and self._save_s <= _SAVE_SHARE * since_s
         return is_late or self.learner.round % settings.interval_rounds == 0
 
     def _save(self, on_saved: Callable[[int], None] | None = None) -> None:
         """Begin to write a checkpoint. During a run, a disk that refuses costs a checkpoint and not the node."""
+        began_s = self._watchdog.awake_s()
         self._begin("waiting for the checkpoint before", _CHECKPOINT_LIMIT_S)
         self._writer.finish_earlier()  # first: two copies would take the memory twice
         self._begin("copying what a checkpoint holds", _CHECKPOINT_LIMIT_S)
@@ -134,8 +140,9 @@ class TrainingRun:
             self._on_refusal(self.learner.round, error)
         else:
             self._writer.save(self.learner.round, tensors, state, on_saved)
-            self._saved_at_s = self._watchdog.awake_s()
         finally:
+            self._saved_at_s = self._watchdog.awake_s()
+            self._save_s = self._saved_at_s - began_s
             self._begin(_BETWEEN_ROUNDS, None)
 
     def _save_and_wait(self) -> None:

@@ -23,8 +23,8 @@ class Machine:
 
     merging = None
 
-    def __init__(self, round_s: list[int], save_s: int = 0, sleep_s: int = 0) -> None:
-        """`sleep_s`: in each round the whole machine sleeps so long."""
+    def __init__(self, round_s: list[int], save_s: int = 0, sleep_s: int = 0, copy_s: int = 0) -> None:
+        """`sleep_s`: in each round the whole machine sleeps so long. `copy_s`: of what a checkpoint holds."""
         self.now = 0.0
         self.round = 0
         self.dog = Watchdog(lambda: self.now)
@@ -34,6 +34,7 @@ class Machine:
         self._round_s = round_s
         self._save_s = save_s
         self._sleep_s = sleep_s
+        self._copy_s = copy_s
 
     def run_round(self) -> dict[str, Any]:
         duration_s = self._round_s[self.round]
@@ -51,6 +52,7 @@ class Machine:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         self.saved.append(self.round)
+        self.work(self._copy_s)
         return {}, {}
 
     def save(self, store: CheckpointWriter) -> None:
@@ -124,6 +126,12 @@ def test_long_rounds_are_saved_a_minute_after_the_last_checkpoint(
     machine = Machine(round_s)
     train(tmp_path / "n", machine)
     assert machine.saved == saved
+
+
+def test_a_slow_copy_is_asked_for_so_rarely_that_it_takes_a_twentieth_of_the_time(tmp_path: Path) -> None:
+    machine = Machine([100] * 6, copy_s=10)
+    train(tmp_path / "n", machine)
+    assert machine.saved == [1, 3, 5]
 
 
 class Rests(NodeControls):
