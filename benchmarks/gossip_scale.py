@@ -3,10 +3,12 @@
     python benchmarks/gossip_scale.py            processes to 32 nodes, simulated to 10,000; about an hour on two cores
     python benchmarks/gossip_scale.py --quick    8 processes, simulated to 128; under a minute
 
-Three tables:
+Four tables:
   processes  N light nodes on this machine: libp2p daemon, streams, py-libp2p gossip over loopback
   swarm      the same nodes, simulated: the same Publisher, Reader, Admission, Directory and pool on the in-memory transport
              and a virtual clock, with one-way delays of 20 to 120 ms
+  expected   a node of a larger swarm, by the rule that the simulated ones follow; beside it the largest simulated one, by the
+             rule of those before it
   topic      gossip alone, simulated: one message among N subscribers of one topic; hops and time against log2 N
 A light node publishes two groups about every 20 s and trains on two of others, as a real one does, but has no policy.
 Above 64 simulated nodes a signature is checked once per process instead of once per node. The last line is one JSON object.
@@ -18,6 +20,7 @@ import json
 import math
 import multiprocessing
 import os
+import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -32,6 +35,7 @@ from measuring.simulated_scale import SwarmRow, TopicRow, measure_swarm, measure
 
 _HEADLINE_NODES = 128
 """From here on shards are full, and cost should stay flat."""
+_EXPECTED_NODES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +81,54 @@ def measure_swarms(sizes: Sequence[int], seed: int) -> list[SwarmRow]:
 
 def hops_per_doubling(rows: Sequence[TopicRow]) -> float:
     """Slope of the least-squares line of hops over log2 N."""
-    xs, ys = [math.log2(row.nodes) for row in rows], [row.hops_95 for row in rows]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
+    return statistics.linear_regression([math.log2(row.nodes) for row in rows], [row.hops_95 for row in rows]).slope
 
 
-def show(title: str, rows: Sequence[RealRow | SwarmRow | TopicRow]) -> None:
+@dataclass(frozen=True, slots=True)
+class ExpectedRow:
+    """Per node and minute, but for the memory of a node."""
+
+    nodes: int
+    shard_nodes: float
+    headers: float
+    bodies: float
+    bytes: float
+    cpu_ms: float
+    memory_kib: float
+
+
+def expected(rows: Sequence[SwarmRow], nodes: int) -> ExpectedRow:
+    """What a node of a swarm of this size does, by the rule of smaller ones with full shards.
+
+    Headers follow the members of a shard. What a header costs follows the steps of a look-up in the index, so log2 N; bodies
+    and memory follow nothing.
+    """
+    shard_nodes = nodes / 2 ** math.floor(math.log2(nodes / 64))
+    logs = [math.log2(row.nodes) for row in rows]
+    headers = sum(row.headers / (row.shard_nodes - 1) for row in rows) / len(rows) * (shard_nodes - 1)
+
+    def cost(per_header: Sequence[float]) -> float:
+        rise, start = statistics.linear_regression(logs, per_header)
+        return headers * (start + rise * math.log2(nodes))
+
+    return ExpectedRow(
+        nodes=nodes,
+        shard_nodes=shard_nodes,
+        headers=headers,
+        bodies=statistics.mean(row.bodies for row in rows),
+        bytes=cost([row.bytes / row.headers for row in rows]),
+        cpu_ms=cost([row.cpu_ms / row.headers for row in rows]),
+        memory_kib=statistics.mean(row.memory_kib for row in rows),
+    )
+
+
+def expectations(rows: Sequence[SwarmRow]) -> list[ExpectedRow]:
+    """The largest simulated swarm by the rule of those before it, and one beyond; none from fewer than three full ones."""
+    full = [row for row in rows if row.nodes >= _HEADLINE_NODES]
+    return [expected(full[:-1], full[-1].nodes), expected(full, _EXPECTED_NODES)] if len(full) > 2 else []
+
+
+def show(title: str, rows: Sequence[RealRow | SwarmRow | ExpectedRow | TopicRow]) -> None:
     """A Markdown table."""
     if not rows:
         return
@@ -119,6 +165,7 @@ def figures(real: Sequence[RealRow], swarms: Sequence[SwarmRow], topics: Sequenc
         "flat_ratio_per_header": _number(_bytes_per_header(full[-1]) / _bytes_per_header(full[0])) if full else None,
         "hops_per_doubling": _number(hops_per_doubling(topics)) if len(topics) > 1 else None,
         "bytes_per_node": {row.nodes: round(row.bytes) for row in swarms},
+        "expected_bytes": {row.nodes: round(row.bytes) for row in expectations(swarms)},
         "t95_s": {row.nodes: _number(row.t95_s) for row in swarms},
         "topic_t95_s": {row.nodes: _number(row.t95_s) for row in topics},
         "topic_hops": {row.nodes: _number(row.hops_95) for row in topics},
@@ -149,6 +196,7 @@ def main(arguments: Sequence[str]) -> None:
     swarms = measure_swarms(swarm_sizes, options.seed)
     show("processes", real)
     show("swarm", swarms)
+    show("expected", expectations(swarms))
     show("topic", topics)
     if options.plot:
         plot(real, swarms, topics, options.plot)

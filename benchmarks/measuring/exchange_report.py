@@ -98,6 +98,7 @@ def figures(measurements: Sequence[Measurement], idle_cpu_percent: float | None)
     return {
         "ratio_8kb": _ratio(peer, wanted),
         "ratio_8kb_all": _ratio(peer, everything),
+        "bound_8kb": _ratio(peer, _find(measurements, "requests alone", 8)),
         "ratio_8kb_stock": _ratio(_find(measurements, "genrl", 8), wanted),
         "complete_64kb": _all_complete(ours, 64),
         "complete_512kb": _all_complete(ours, 512),

@@ -40,7 +40,7 @@ class System:
 class Case:
     """Every node publishes one body and wants those of `num_bodies` others."""
 
-    system: Literal["swarm", "genrl", "genrl, no sleep"]
+    system: Literal["swarm", "requests alone", "genrl", "genrl, no sleep"]
     num_nodes: int
     body_kib: int
     num_bodies: int
@@ -88,6 +88,7 @@ class NodeSwarm:
                 body_bytes=case.body_kib * 1024,
                 num_bodies=case.num_bodies,
                 sleep=case.system == "genrl",
+                bare=case.system == "requests alone",
             )
             bytes_before, cpu_before_s = loopback_bytes(), self._cpu_s_by_part()
             replies = await self._go(time.monotonic() + _SIGNAL_DELAY_S)  # one clock for all processes of a machine

@@ -35,6 +35,7 @@ from swarm.sharing.totals import SharingPause
 from swarm.types import RolloutGroup
 
 SWARM_ID = "5e" * 16
+_BARE = "/swarm-benchmark/bare/1"
 _LEFTOVERS_TIMEOUT_S = 25.0
 
 
@@ -126,6 +127,12 @@ class ExchangeNode:
         self._work: list[asyncio.Task[None]] = []
         self._publishing: asyncio.Task[None] | None = None
         self.num_failed_steps = 0
+        self._bare_body: bytes | None = None
+        """Set in a round in which nothing is announced, checked or stored: what the requests alone take."""
+        self.transport.serve(_BARE, self._hand_out, max_request_bytes=1)
+
+    async def _hand_out(self, peer_id: str, request: bytes) -> bytes:
+        return self._bare_body or b""
 
     async def start(self) -> dict[str, Any]:
         await self.transport.start()
@@ -139,8 +146,9 @@ class ExchangeNode:
         await self.transport.stop()
         self._pool.close()
 
-    async def prepare(self, *, number: int, body_bytes: int, num_bodies: int, **_: Any) -> dict[str, Any]:
+    async def prepare(self, *, number: int, body_bytes: int, num_bodies: int, bare: bool, **_: Any) -> dict[str, Any]:
         """Make the batch to publish, and want `num_bodies` of others, once they are announced."""
+        self._bare_body = self._rng.randbytes(body_bytes) if bare else None
         self._groups = sized_groups(self._identity.peer_id, number, body_bytes, self._rng)
         self._num_wanted = num_bodies
         self._pool.round, self._pool.arrivals = number, []
@@ -152,6 +160,8 @@ class ExchangeNode:
         await asyncio.sleep(start_at - time.monotonic())
         self.transport.calls.clear()
         self._traffic_before = replace(self.transport.traffic)
+        if self._bare_body is not None:
+            return await self._go_bare(start_at, time_limit_s)
         self._publishing = asyncio.create_task(self._exchange.publisher.publish(self._groups))
         await self._pool.wait_for(self._num_wanted, time_limit_s)
         arrivals = self._pool.arrivals
@@ -161,11 +171,17 @@ class ExchangeNode:
             "first_s": arrivals[0] - start_at if arrivals else None,
         }
 
+    async def _go_bare(self, start_at: float, time_limit_s: float) -> dict[str, Any]:
+        limits: dict[str, Any] = {"max_response_bytes": len(self._bare_body or b""), "deadline_s": time_limit_s}
+        peers = self._rng.sample(await self.transport.connected_peers(), self._num_wanted)
+        await asyncio.gather(*(self.transport.request(peer, _BARE, b"", **limits) for peer in peers))
+        return {"seconds": time.monotonic() - start_at, "first_s": None}
+
     async def finish(self) -> dict[str, Any]:
         """Wait until the own batch is in the index too, and tell what the round took."""
-        assert self._publishing is not None, "go comes first"
-        await self._publishing
-        await self._exchange.publisher.entered()
+        if self._publishing is not None:
+            await self._publishing
+            await self._exchange.publisher.entered()
         traffic, before = replace(self.transport.traffic), self._traffic_before
         return {
             "calls": {name: (len(times), sum(times), max(times)) for name, times in self.transport.calls.items()},
@@ -175,14 +191,16 @@ class ExchangeNode:
 
     async def clear(self) -> dict[str, Any]:
         """The round is over for all: pull what is left and empty the pool for the next one."""
+        has_announced = self._publishing is not None
         self._groups, self._publishing = [], None  # a node has learned from them by now
         self._pool.stock_groups = 0
-        await self._pool.wait_for(self._num_others, _LEFTOVERS_TIMEOUT_S)
+        if has_announced:
+            await self._pool.wait_for(self._num_others, _LEFTOVERS_TIMEOUT_S)
         num_drawn = 0
         while drawn := len(self._pool.draw(GROUPS_PER_BODY, self._rng)):  # few at a time, as training does
             num_drawn += drawn
         return {
-            "leftover_groups": num_drawn - GROUPS_PER_BODY * self._num_wanted,
+            "leftover_groups": num_drawn - GROUPS_PER_BODY * self._num_wanted * has_announced,
             "rejected": dict(self._exchange.parts.totals.rejected),
             "failed_steps": self.num_failed_steps,
         }

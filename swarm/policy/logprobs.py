@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -62,9 +62,7 @@ class PromptCache:
         """Keep, repeat and reorder rows: row i of the result continues row `rows[i]`."""
         for layer in self._cache.layers:
             if is_plain_layer(layer) and layer.keys is not None and layer.values is not None:
-                # not layer.batch_select_indices: the backward pass of plain indexing adds repeated rows with atomics, in
-                # an order that varies from run to run; index_select has a fixed order, so a step can be repeated
-                layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
+                layer.keys, layer.values = repeated_rows(layer.keys, rows), repeated_rows(layer.values, rows)
             else:
                 layer.reorder_cache(rows)  # type: ignore[attr-defined]  # for beam search; selects recurrent states too
         self._mask = self._mask[rows]
@@ -101,6 +99,30 @@ class PromptCache:
             use_cache=True,
             **inputs,
         )
+
+
+def repeated_rows(states: Tensor, rows: Tensor) -> Tensor:
+    """Return `states` [D, ..] at `rows` [B], with gradients that add up in a fixed order, so that a step can be repeated.
+
+    The backward pass of plain indexing adds repeated rows with atomics on a GPU, in an order that varies from run to run, and
+    that of `index_select` goes number by number on a CPU where the gradient is a part of a larger tensor. Here it is a matrix
+    product.
+    """
+    return cast(Tensor, _RepeatedRows.apply(states, rows))
+
+
+class _RepeatedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, rows: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(rows)
+        ctx.num_rows = len(states)
+        return states.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (rows,) = ctx.saved_tensors
+        is_of_row = torch.arange(ctx.num_rows, device=rows.device)[:, None] == rows  # [D, B]
+        return (is_of_row.to(gradient.dtype) @ gradient.flatten(1)).unflatten(1, gradient.shape[1:]), None
 
 
 def is_plain_layer(layer: Any) -> TypeGuard[DynamicLayer]:
@@ -292,7 +314,7 @@ def _shared(
     cache = PromptCache(model, pad_id, compute)
     index = {prompt: i for i, prompt in enumerate(prompts)}
     prompt_of = torch.tensor([index[tuple(prompt)] for prompt, _ in sequences], device=mask.device)
-    first = cache.start(prompts, mask.device).index_select(0, prompt_of)  # [B, H]
+    first = repeated_rows(cache.start(prompts, mask.device), prompt_of)  # [B, H]
     rows, steps = mask[:, 1:].nonzero(as_tuple=True)
     if len(rows) == 0:
         return first, heads[-1]

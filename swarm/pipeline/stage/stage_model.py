@@ -31,7 +31,7 @@ from swarm.policy.answer_head import Head
 from swarm.policy.base_folder import weight_files
 from swarm.policy.base_model import switch_dropout_off
 from swarm.policy.device import available_bytes
-from swarm.policy.logprobs import is_plain_layer
+from swarm.policy.logprobs import is_plain_layer, repeated_rows
 from swarm.policy.lora import attach_adapter
 
 MAX_SHARING = 8
@@ -267,8 +267,7 @@ class StageModel:
         of_prompts = self._run(prompts.unflatten(0, (len(padding), -1)), padding, cache)
         for layer in cache.layers:
             assert is_plain_layer(layer) and layer.keys is not None and layer.values is not None
-            # plain indexing adds up the gradients of repeated rows in an order that varies on a GPU
-            layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
+            layer.keys, layer.values = repeated_rows(layer.keys, rows), repeated_rows(layer.values, rows)
         of_answers = self._run(answers.unflatten(0, (len(rows), -1)), padding[rows], cache)
         return torch.cat([of_prompts.flatten(0, 1), of_answers.flatten(0, 1)])[None]
 
