@@ -88,6 +88,9 @@ def test_swarm_is_founded_joined_and_outlives_its_bootstrap_peer(tmp_path: Path)
         with joined(tmp_path / "a", manifest) as a, joined(tmp_path / "b", manifest) as b:
             for node in (a, b):
                 admitted(node, 0)
+            wait_for(
+                lambda: (now := entry.status()) and (now.num_connected or 0) >= 2, "both nodes in its status", entry
+            )
             entry.kill_9()
             for node in (a, b):
                 admitted(node, admitted(node, 0) + 5)  # more than can have been on the way

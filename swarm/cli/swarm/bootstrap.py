@@ -299,11 +299,11 @@ async def _serve(start: BootstrapStart, files: "NodeFolder", identity: "Identity
     http = HttpServer(config.observability, metrics, lambda: {"phase": "serving"})
     started_at = time.time()
 
-    def write_status(phase: str) -> None:
+    def write_status(phase: str, num_connected: int | None = None) -> None:
         NodeStatus(
             peer_id=identity.peer_id, peer_name=identity.peer_name, pid=os.getpid(), started_at=started_at, phase=phase,
             http_port=http.port, addresses=transport.addresses(), written_at=time.time(),
-            command="bootstrap",
+            command="bootstrap", num_connected=num_connected,
         ).write(files.status)  # fmt: skip
 
     await transport.start()
@@ -317,7 +317,7 @@ async def _serve(start: BootstrapStart, files: "NodeFolder", identity: "Identity
         print(f"{identity.peer_name} serves" + (f"; {first}" if first else ""))
         print("".join(f"{line}\n" for line in lines if line), end="", flush=True)
         while not stop.is_set():
-            write_status("serving")
+            write_status("serving", len(await transport.connected_peers()))
             _measure(relay, transport, metrics)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _STATUS_INTERVAL_S)
