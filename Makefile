@@ -8,8 +8,8 @@ INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO ?= --resume
-# Many tests wait for other processes: two workers more than cores, and at most five.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(5, (os.cpu_count() or 1) + 2))')
+# Many tests wait for other processes: one worker more than cores, and at most five.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(5, (os.cpu_count() or 1) + 1))')
 export OMP_NUM_THREADS ?= 1
 # The tests start many processes: each would compile the sources anew where Python may not keep what it has compiled.
 unexport PYTHONDONTWRITEBYTECODE
