@@ -147,10 +147,10 @@ def strangers(member: Member) -> int:
 def assert_contacts(first: Member, second: Member, configured_ports: set[int]) -> None:
     """Members contact the configured addresses, and what members have signed there: the ports of each other's gossip."""
     listening = configured_ports | {port for one in (first, second) for port in listening_ports(one)}
-    contacted = [one.addresses_contacted() | one.remotes for one in (first, second)]
     for one in (first, second):
-        one.look_at_sockets()
+        one.look_at_sockets()  # those before may have been too early for a connection that is open by now
         assert one.hosts == {"127.0.0.1"}
+    contacted = [one.addresses_contacted() | one.remotes for one in (first, second)]
     assert {host for host, _ in contacted[0] | contacted[1]} == {"127.0.0.1"}
     assert {port for _, port in contacted[0] | contacted[1]} <= listening | {0}
 
