@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -104,25 +104,13 @@ class PromptCache:
 def repeated_rows(states: Tensor, rows: Tensor) -> Tensor:
     """Return `states` [D, ..] at `rows` [B], with gradients that add up in a fixed order, so that a step can be repeated.
 
-    The backward pass of plain indexing adds repeated rows with atomics on a GPU, in an order that varies from run to run, and
-    that of `index_select` goes number by number on a CPU where the gradient is a part of a larger tensor. Here it is a matrix
-    product.
+    Plain indexing would add repeated rows with atomics on a GPU, in an order that varies from run to run. `index_select` is slow
+    on a CPU where its gradient is not contiguous, as that of keys inside a longer cache.
     """
-    return cast(Tensor, _RepeatedRows.apply(states, rows))
-
-
-class _RepeatedRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, rows: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(rows)
-        ctx.num_rows = len(states)
-        return states.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (rows,) = ctx.saved_tensors
-        is_of_row = torch.arange(ctx.num_rows, device=rows.device)[:, None] == rows  # [D, B]
-        return (is_of_row.to(gradient.dtype) @ gradient.flatten(1)).unflatten(1, gradient.shape[1:]), None
+    repeated = states.index_select(0, rows)
+    if repeated.requires_grad:
+        repeated.register_hook(Tensor.contiguous)
+    return repeated
 
 
 def is_plain_layer(layer: Any) -> TypeGuard[DynamicLayer]:
