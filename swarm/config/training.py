@@ -21,7 +21,8 @@ class TrainingSection(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     inner_epochs: PositiveInt = 1
-    """Number of passes over one batch."""
+    """Number of passes over one batch. A node on its own gained from 4, with a third of the learning rate, where measured
+    (benchmarks.md)."""
     groups_per_step: NonNegativeInt = 4
     """Most groups of one optimizer step; a larger batch is split into several steps. 0: one step per batch."""
     micro_batch_tokens: PositiveInt | None = None
@@ -74,7 +75,7 @@ class TrainingSection(Section):
     """Leave answers that were cut, with neither EOS nor a stop string, out of the loss."""
     replay_groups: NonNegativeInt = 0
     """Own groups of earlier steps that a batch has besides the others; each is trained on at most twice. 0 is off.
-    A node on its own gained from 8 where measured (benchmarks.md)."""
+    A node on its own gained from 8 and 24 where measured (benchmarks.md)."""
     replay_max_versions: PositiveInt = 16
     """Own groups that were sampled more policy versions ago are not replayed."""
     canary_tolerance: PositiveFloat = 1e-3
