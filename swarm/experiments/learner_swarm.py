@@ -46,7 +46,7 @@ class RoundRow:
     """Mean reward of each node's sampled answers, in the order of nodes."""
     answers_sampled: int
     answers_trained_on: int
-    """Own answers and those of others, as drawn for the batches."""
+    """Own answers and those of others, as drawn for the batches; replays and epochs do not count again."""
     groups_with_signal: int
     """Sampled groups with signal."""
     swarm_groups: int
@@ -56,7 +56,8 @@ class RoundRow:
     processor_s: tuple[float, ...] = ()
     """Processor time of each node: sampling, checks of what others sent, and training."""
     tokens_trained: tuple[float, ...] = ()
-    """In the batch of each node: its number of answers times the mean length of the answers that the node sampled."""
+    """By each node, once for every pass over them: answers of the batch, old ones that are replayed too, times epochs, times the
+    mean length of the answers that the node sampled."""
 
 
 class GroupReader(Protocol):
@@ -132,9 +133,12 @@ class LearnerSwarm:
         self.last_rows = ordered = [row for _, row in sorted(rows.items())]
         trained, tokens_trained = [0] * len(self._nodes), [0.0] * len(self._nodes)
         for number, row in rows.items():
-            group_size = self._nodes[number].config.rollouts.group_size
-            trained[number] = (row["train/own_groups"] + row["train/swarm_groups"]) * group_size
-            tokens_trained[number] = trained[number] * row["rollout/tokens"] / max(row["rollout/answers"], 1)
+            config = self._nodes[number].config
+            new_groups = row["train/own_groups"] + row["train/swarm_groups"]
+            trained[number] = new_groups * config.rollouts.group_size
+            passes = (new_groups + row["train/replayed_groups"]) * config.training.inner_epochs
+            mean_length = row["rollout/tokens"] / max(row["rollout/answers"], 1)
+            tokens_trained[number] = passes * config.rollouts.group_size * mean_length
         self._answers_below_floor = sum(row["train/answers_below_floor_total"] for row in rows.values())
         return RoundRow(
             rewards=tuple(row["rollout/reward_mean"] for row in ordered),

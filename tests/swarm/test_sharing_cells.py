@@ -50,6 +50,23 @@ def test_a_swarm_and_its_oracle_are_computed_and_reported(tmp_path: Path) -> Non
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
+def test_a_token_counts_as_trained_in_each_pass_over_it() -> None:
+    sizes = {"num_members": 1, "num_rounds": 3, "groups_per_round": 8, "group_size": 4, "held_out_tasks": 1}
+
+    def trained_over_drawn(arm: str) -> list[float]:
+        """By round: tokens that were trained on, over those of the new groups in the batch."""
+        result = run_cell(plan_of(SILO, **sizes).cell(ARMS[arm], 0, 1.0))
+        (member,) = result["members"]
+        lengths = [tokens / (8 * 4) for tokens in member["tokens"]]
+        drawn = [length * answers for length, answers in zip(lengths, result["answers_trained_on"], strict=True)]
+        return [trained / new for trained, new in zip(member["tokens_trained"], drawn, strict=True)]
+
+    assert trained_over_drawn(SILO) == pytest.approx([1, 1, 1], rel=1e-3)
+    assert trained_over_drawn("silo, 2 epochs") == pytest.approx([2, 2, 2], rel=1e-3)
+    first, *later = trained_over_drawn("silo, replay 8")
+    assert first == pytest.approx(1, rel=1e-3) and all(ratio > 1 for ratio in later), "there is no old group at first"
+
+
 def test_times_are_scaled_by_what_a_reference_round_takes_here(monkeypatch: pytest.MonkeyPatch) -> None:
     task = plan_of(num_members=1, num_rounds=2, groups_per_round=2, group_size=4, held_out_tasks=1).cell(
         ARMS[SILO], 0, 1.0
