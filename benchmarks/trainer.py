@@ -3,6 +3,7 @@
     python benchmarks/trainer.py            two policies, LoRA and all weights; about ten minutes
     python benchmarks/trainer.py --quick    the bundled policy with LoRA; under a minute
     python benchmarks/trainer.py --long     answers of 500 tokens of the larger policy with LoRA, beside TRL; five minutes
+    python benchmarks/trainer.py --base DIR    answers of 500 tokens of the model in that folder with LoRA, beside TRL
     python benchmarks/trainer.py --prepare  make the environment of the others, once (2 GB in ~/.cache, some minutes)
 
 Same weights, prompts, group size, LoRA shape, optimizer steps (one per batch) and forced answer length; made-up rewards that
@@ -100,8 +101,10 @@ async def _measure(
     """All systems side by side, in turns."""
     wanted = [Measurement(case, SWARM, lora=True)]
     if peer_python is not None:
-        forms = (True,) if options.quick or options.long else (True, False)
-        others = (TRL, GENRL) if options.device == "cpu" and not options.long else (TRL,)
+        only_lora = options.quick or options.long or options.base
+        forms = (True,) if only_lora else (True, False)
+        with_genrl = options.device == "cpu" and not (options.long or options.base)
+        others = (TRL, GENRL) if with_genrl else (TRL,)
         wanted += [Measurement(case, system, lora) for lora in forms for system in others]
     async with AsyncExitStack() as alive:
         processes = [await _spawn(alive, one, peer_python, folder) for one in wanted]
@@ -178,6 +181,8 @@ def _cases(options: argparse.Namespace, folder: Path) -> list[Case]:
     bundled = Case("bundled, 0.9 M", BUNDLED_FOLDER, 8, 8, 24, 5 if options.quick else 12)
     if options.quick:
         return [bundled]
+    if options.base:
+        return [Case(options.base.name, options.base, 4, 8, 500, 2)]
     small_llama(folder / "llama")
     if options.long:
         return [Case("random Llama, 32 M", folder / "llama", 2, 8, 500, 2)]
@@ -258,6 +263,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one policy, LoRA, five steps")
     parser.add_argument("--long", action="store_true", help="the larger policy, LoRA, answers of 500 tokens, TRL alone")
+    parser.add_argument("--base", type=Path, help="a folder with a model, in the number format that it was saved in")
     parser.add_argument("--prepare", action="store_true", help="make the environment of the others and end")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads for tensor work of each system (default 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="genrl is measured on the CPU only")

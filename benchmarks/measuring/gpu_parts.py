@@ -59,6 +59,8 @@ class Spec:
     base: str
     """A folder or a name of a hub."""
     soak_s: float
+    num_turns: int
+    """Of each system, where several are compared."""
 
     @property
     def is_cuda(self) -> bool:
@@ -76,7 +78,7 @@ def machine(spec: Spec) -> Figures:
     return found
 
 
-def make_base(folder: Path, *, quick: bool) -> None:
+def make_base(folder: Path, *, device: str, quick: bool) -> None:
     """Write random weights in the shape of Qwen2.5-1.5B, or of a model of 9 M parameters."""
     disable_progress_bar()
     torch.manual_seed(0)
@@ -87,7 +89,8 @@ def make_base(folder: Path, *, quick: bool) -> None:
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=32_768,
         tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    with torch.device(device):
+        Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     load_tokenizer(BUNDLED_FOLDER).save_pretrained(folder)
 
 
@@ -149,7 +152,7 @@ def engine_and_generate(spec: Spec) -> Figures:
     group_size, median = (2, 4) if spec.quick else (8, 64)
     figures: dict[str, float | str] = {}
     for name, lengths in (("uniform", (2 * median,) * 8), ("long tail", (8 * median, *(median,) * 9))):
-        times = contest.run(Case(name, group_size, lengths), 1 if spec.quick else 3)
+        times = contest.run(Case(name, group_size, lengths), spec.num_turns)
         figures |= {f"{name}: {system}, tokens/s": times.tokens_per_s(system) for system in (GENERATE, FOLDED, ENGINE)}
         figures[f"{name}: ratio"] = times.strict_ratio
     return figures
@@ -176,6 +179,26 @@ def memory(spec: Spec) -> Figures:
         figures[f"{length} tokens: predicted, MiB"] = need.of(1, 64, length) / 2**20
         figures[f"{length} tokens: step, s"] = seconds
     return figures
+
+
+def cost_of_a_token(spec: Spec) -> Figures:
+    """What it costs to sample a token and to train on one, in answers of a thousand tokens; both twice, the second time counts."""
+    policy = _policy(spec, gradient_checkpointing=True)
+    policy.eos_token_ids = (-1,)  # lengths are given
+    num_answers, length = (4, 32) if spec.quick else (64, 1024)
+    engine = make_engine(policy, RolloutsSection(max_batch_sequences=num_answers))
+    requests = [AnswerRequest(policy.encode_prompt("What is 2 + 3?"), num_answers, length)]
+    for turn in range(2):
+        started = time.perf_counter()
+        engine.generate(requests, Sampling(), seed=turn)
+        finish(policy.device)
+        sampling_s = time.perf_counter() - started
+    training_s = [_step(policy, num_answers, 32, length) for _ in range(2)][-1]
+    num_tokens = num_answers * length
+    return {
+        "sampling, tokens/s": num_tokens / sampling_s, "training, tokens/s": num_tokens / training_s,
+        "sampling over training": sampling_s / training_s,
+    }  # fmt: skip
 
 
 @torch.inference_mode()
@@ -214,7 +237,8 @@ def beside_trl(spec: Spec) -> Figures:
         TRAINERS.python_of(TRAINERS.folder)
     except PeerUnavailable as error:
         raise SkippedPart(str(error)) from None
-    command = [sys.executable, str(_HERE / "trainer.py"), "--device", spec.device, *(["--quick"] if spec.quick else [])]
+    command = [sys.executable, str(_HERE / "trainer.py"), "--device", spec.device]
+    command += ["--quick"] if spec.quick else ["--base", spec.base] if Path(spec.base).is_dir() else []
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise RuntimeError(" ".join(ended.stderr.split())[-300:])

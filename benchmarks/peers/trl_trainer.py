@@ -24,7 +24,9 @@ class Peer:
         torch.set_num_threads(spec["threads"])
         self._torch = torch
         tokenizer = PreTrainedTokenizerFast.from_pretrained(spec["base"], padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(spec["base"], dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            spec["base"], dtype=torch.float32 if spec["device"] == "cpu" else torch.bfloat16
+        )
         num_answers = len(spec["prompts"]) * spec["group_size"]
         config = GRPOConfig(
             output_dir=spec["folder"],
