@@ -228,6 +228,11 @@ def test_without_namespaces_it_starts_only_where_that_is_allowed(
     assert expected in done.stdout, done
 
 
+@pytest.mark.parametrize("namespaces", ["required", "none"])
+def test_packages_may_ask_for_the_temporary_folder_where_no_file_may_be_written(start: Start, namespaces: str) -> None:
+    assert got(start(namespaces), "__import__('tempfile').gettempdir()") == "/tmp"
+
+
 def test_questions_of_several_threads_get_their_own_answers(start: Start) -> None:
     process, answers = start(), {}
 

@@ -16,6 +16,7 @@ import select
 import signal
 import site
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     replies = os.dup(1)
     os.dup2(2, 1)  # discard what packages print
+    tempfile.tempdir = "/tmp"  # packages ask for it when they are imported, and Python would try to write there
     try:
         _confine(request, replies)
         service: Service = importlib.import_module(request["module"]).start(request["opening"])
