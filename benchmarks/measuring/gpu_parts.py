@@ -182,7 +182,7 @@ def memory(spec: Spec) -> Figures:
 
 
 def cost_of_a_token(spec: Spec) -> Figures:
-    """What it costs to sample a token and to train on one, in answers of a thousand tokens; both twice, the second time counts."""
+    """What sampling a token and training on one cost, in answers of a thousand tokens; both twice, the second time counts."""
     policy = _policy(spec, gradient_checkpointing=True)
     policy.eos_token_ids = (-1,)  # lengths are given
     num_answers, length = (4, 32) if spec.quick else (64, 1024)

@@ -163,9 +163,11 @@ ARMS = {
         SharingArm("8/all, solved groups", ALL, settings=SOLVED_GROUPS, tuned_as="8/all", part_of_rounds=_SHORT),
         SharingArm("8/all, common tasks", ALL, settings=COMMON_TASKS, tuned_as="8/all", part_of_rounds=_SHORT),
         SharingArm("8/all, hints", ALL, hinted_share=1 / 4, tuned_as="8/all", part_of_rounds=_SHORT),
-        SharingArm("merging", merge_interval_rounds=2),
-        SharingArm("merging, more momentum", merge_interval_rounds=2, settings={"merging": {"alpha": 0.8}}),
-        SharingArm("8/8, merging", 8, merge_interval_rounds=2),
+        SharingArm("merging", merge_interval_rounds=2, part_of_rounds=1.0),
+        SharingArm(
+            "merging, more momentum", merge_interval_rounds=2, settings={"merging": {"alpha": 0.8}}, part_of_rounds=1.0
+        ),
+        SharingArm("8/8, merging", 8, merge_interval_rounds=2, part_of_rounds=1.0),
         SharingArm("8/24, merging", 24, merge_interval_rounds=2, part_of_rounds=_SHORT),
         SharingArm("8/all, merging", ALL, merge_interval_rounds=2, part_of_rounds=_SHORT),
         SharingArm("8/all of 2", ALL, num_members=2, tuned_as="8/all"),
@@ -183,7 +185,7 @@ ARMS = {
         SharingArm("one late, 8/all", ALL, kinds=_LATE, tuned_as="8/all", part_of_rounds=0.8),
         SharingArm("six weak, 8/all", ALL, kinds=_AHEAD, tuned_as="8/all", part_of_rounds=0.8),
         SharingArm("four slow, 8/all", ALL, kinds=_SLOW, tuned_as="8/all", part_of_rounds=0.8),
-        SharingArm(ORACLE, is_oracle=True, part_of_rounds=0.3),
+        SharingArm(ORACLE, is_oracle=True),
     )
 }
 DEFAULT_ARMS = tuple(ARMS)

@@ -38,7 +38,8 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     replies = os.dup(1)
     os.dup2(2, 1)  # discard what packages print
-    tempfile.tempdir = "/tmp"  # packages ask for it when they are imported, and Python would try to write there
+    # packages ask for it when they are imported, and Python would try to write there
+    tempfile.tempdir = "/tmp"  # noqa: S108  of the sandbox  # nosec B108
     try:
         _confine(request, replies)
         service: Service = importlib.import_module(request["module"]).start(request["opening"])
