@@ -12,7 +12,7 @@ alone is no reason to leave for long: the others may be slow, and a single made-
 import logging
 import math
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from swarm.network.context import NodeContext
@@ -42,6 +42,8 @@ BARREN_S = 6 * EPOCH_S
 MAX_STAY_S = 3 * EPOCH_S
 """Longest silence after which a node leaves the level where a body was admitted. Each look elsewhere that finds nothing doubles
 the time until the next one, up to this: that body may have been sent to keep the node there."""
+_MOST_OWN_ENTRIES = 64
+"""How many own entries a node remembers: more than it makes in PRESENCE_LIFETIME_S."""
 _TURNS_PER_WIDE_LOOK = 10
 """Turns between two looks of a node in a narrow shard at the widest list, where relays for all shards are listed."""
 
@@ -75,6 +77,9 @@ class Directory:
         """The level at which a body of others was admitted last."""
         self._stay_s = PROOF_S  # at that level
         self._num_turns = 0
+        self._began_at = self._transport.now()
+        self._own_entries = deque[float]((), _MOST_OWN_ENTRIES)  # when each was made
+        self._told_of_twin_at = -math.inf
         self.level = 0
         self.levels: Counter[int] = Counter()
         """Levels of the others in the list that was read last."""
@@ -180,6 +185,7 @@ class Directory:
             created_at=now,
             expires_at=now + PRESENCE_LIFETIME_S,
         )
+        self._own_entries.append(now)
         record = sign_presence(self._identity, self._swarm_id, presence)
         depth = thinning_depth(self._swarm_id, self._identity.peer_id)
         for level in range(max(0, self.level - depth), self.level + 1):
@@ -196,7 +202,10 @@ class Directory:
                 presence = verify_presence(value, self._swarm_id)
             except InvalidRecord:
                 continue
-            if presence.peer_id != subkey or presence.peer_id == self._identity.peer_id:
+            if presence.peer_id != subkey:
+                continue
+            if presence.peer_id == self._identity.peer_id:
+                self._look_for_twin(presence)
                 continue
             is_current = presence.created_at <= now + CLOCK_SKEW_S and now < presence.expires_at
             if is_current and shard_of(self._swarm_id, presence.peer_id, shard.level, now) == shard:
@@ -205,6 +214,19 @@ class Directory:
                 self._transport.meet(_contact(presence))
         self.levels = Counter(presence.level for presence in members.values())
         return members
+
+    def _look_for_twin(self, own: Presence) -> None:
+        """Tell, once per EPOCH_S, of an entry that has the key of this node, and that neither it nor its last run has made."""
+        is_of_this_run = own.created_at > self._began_at + CLOCK_SKEW_S
+        if not is_of_this_run or own.created_at in self._own_entries:
+            return
+        if (now := self._transport.now()) - self._told_of_twin_at >= EPOCH_S:
+            self._told_of_twin_at = now
+            logger.warning(
+                "another process uses the identity of this node, perhaps on another machine (at %s): peers reach only one of "
+                "them, and count the rates of both as one; stop that one, or give it a key of its own: swarm identity rotate",
+                ", ".join(own.addresses) or "no address",
+            )
 
 
 def _contact(presence: Presence) -> Contact:

@@ -328,3 +328,29 @@ async def test_a_node_of_a_narrow_shard_looks_for_carriers_in_the_widest_list_no
     assert node.directory.level == 2 and carrier.peer_id not in node.met
     await node.directory.turn()
     assert node.met[carrier.peer_id].gossip_addresses == carrier.gossip_addresses()
+
+
+async def test_a_second_process_with_the_key_of_a_node_is_told_once_an_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    clock, (node, other) = await nodes([ALICE, READER])
+
+    async def list_alice(made_at: float) -> None:
+        twin = Presence(ALICE.peer_id, ("/ip4/192.0.2.7/tcp/4001",), (), False, 0, made_at, made_at + PRESENCE_LIFETIME_S)
+        key = presence_key(SWARM_ID, shard_of(SWARM_ID, ALICE.peer_id, 0, clock()))
+        await other.store(key, ALICE.peer_id, sign_presence(ALICE, SWARM_ID, twin), twin.expires_at)
+
+    def told() -> list[str]:
+        return [line for line in caplog.messages if "identity of this node" in line]
+
+    await list_alice(clock() - 1.0)  # of its last run
+    await node.directory.turn()
+    clock.now += PRESENCE_INTERVAL_S
+    await node.directory.turn()  # meets its own entry
+    await node.directory.turn()
+    assert not told()
+    for _ in range(2):
+        clock.now += PRESENCE_INTERVAL_S
+        await node.directory.turn()
+        await list_alice(clock() + 1.0)
+        await node.directory.turn()
+    assert len(told()) == 1
+    assert "/ip4/192.0.2.7/tcp/4001" in told()[0]
