@@ -3,10 +3,12 @@
     python benchmarks/gossip_scale.py            processes to 32 nodes, simulated to 10,000; about an hour on two cores
     python benchmarks/gossip_scale.py --quick    8 processes, simulated to 128; under a minute
 
-Four tables:
+Five tables:
   processes  N light nodes on this machine: libp2p daemon, streams, py-libp2p gossip over loopback
   swarm      the same nodes, simulated: the same Publisher, Reader, Admission, Directory and pool on the in-memory transport
              and a virtual clock, with one-way delays of 20 to 120 ms
+  crowd      several swarms of 128 in one process that know nothing of each other: how much of the processor time of a large
+             swarm is the memory of this machine, and not the size of the swarm
   expected   a node of a larger swarm, by the rule that the simulated ones follow; beside it the largest simulated one, by the
              rule of those before it
   topic      gossip alone, simulated: one message among N subscribers of one topic; hops and time against log2 N
@@ -31,7 +33,7 @@ from typing import Any
 from measuring.loopback import enter_private_network
 from measuring.node_processes import NodeFailed
 from measuring.real_scale import RealRow, measure_processes
-from measuring.simulated_scale import SwarmRow, TopicRow, measure_swarm, measure_topic
+from measuring.simulated_scale import CrowdRow, SwarmRow, TopicRow, measure_crowd, measure_swarm, measure_topic
 
 _HEADLINE_NODES = 128
 """From here on shards are full, and cost should stay flat."""
@@ -46,9 +48,11 @@ class Plan:
     measure_s: float = 45.0
     swarm_sizes: tuple[int, ...] = (8, 16, 32, 128, 512, 2048, 10_000)
     topic_sizes: tuple[int, ...] = (8, 32, 128, 512, 2048, 10_000)
+    crowds: tuple[int, ...] = (4, 16)
+    """Numbers of swarms of 128 nodes."""
 
 
-_QUICK = Plan((8,), 6.0, 14.0, (8, 32, 128), (8, 32, 128, 512))
+_QUICK = Plan((8,), 6.0, 14.0, (8, 32, 128), (8, 32, 128, 512), (2,))
 
 
 def measure_real(plan: Plan) -> list[RealRow]:
@@ -67,16 +71,17 @@ def measure_real(plan: Plan) -> list[RealRow]:
     return rows
 
 
-def measure_swarms(sizes: Sequence[int], seed: int) -> list[SwarmRow]:
+def measure_swarms(sizes: Sequence[int], crowds: Sequence[int], seed: int) -> tuple[list[SwarmRow], list[CrowdRow]]:
     """Largest first, each in a process of its own; neither virtual nor processor time minds much what else the machine does."""
     context, workers = multiprocessing.get_context("spawn"), min(2, os.cpu_count() or 1)
     rows: list[SwarmRow] = []
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
         runs = [pool.submit(measure_swarm, size, seed) for size in sorted(sizes, reverse=True)]
+        side_by_side = [pool.submit(measure_crowd, number, _HEADLINE_NODES, seed) for number in crowds]
         for one in reversed(runs):
             rows.append(one.result())
             _say(f"{rows[-1].nodes} simulated nodes: {rows[-1].bytes / 1e3:,.0f} kB per node and minute")
-    return rows
+        return rows, [one.result() for one in side_by_side]
 
 
 def hops_per_doubling(rows: Sequence[TopicRow]) -> float:
@@ -128,7 +133,7 @@ def expectations(rows: Sequence[SwarmRow]) -> list[ExpectedRow]:
     return [expected(full[:-1], full[-1].nodes), expected(full, _EXPECTED_NODES)] if len(full) > 2 else []
 
 
-def show(title: str, rows: Sequence[RealRow | SwarmRow | ExpectedRow | TopicRow]) -> None:
+def show(title: str, rows: Sequence[RealRow | SwarmRow | CrowdRow | ExpectedRow | TopicRow]) -> None:
     """A Markdown table."""
     if not rows:
         return
@@ -156,13 +161,17 @@ def plot(real: Sequence[RealRow], swarms: Sequence[SwarmRow], topics: Sequence[T
     figure.savefig(path)
 
 
-def figures(real: Sequence[RealRow], swarms: Sequence[SwarmRow], topics: Sequence[TopicRow]) -> dict[str, Any]:
+def figures(
+    real: Sequence[RealRow], swarms: Sequence[SwarmRow], crowds: Sequence[CrowdRow], topics: Sequence[TopicRow]
+) -> dict[str, Any]:
     full = [row for row in swarms if row.nodes >= _HEADLINE_NODES] or list(swarms)
     return {
         "flat_ratio": _number(full[-1].bytes / full[0].bytes) if full else None,
         "flat_ratio_cpu": _number(full[-1].cpu_ms / full[0].cpu_ms) if full else None,
         "flat_ratio_memory": _number(full[-1].memory_kib / full[0].memory_kib) if full else None,
         "flat_ratio_per_header": _number(_bytes_per_header(full[-1]) / _bytes_per_header(full[0])) if full else None,
+        "cpu_ms": {row.nodes: _number(row.cpu_ms) for row in swarms},
+        "cpu_ms_side_by_side": {row.swarms * row.nodes_of_each: _number(row.cpu_ms) for row in crowds},
         "hops_per_doubling": _number(hops_per_doubling(topics)) if len(topics) > 1 else None,
         "bytes_per_node": {row.nodes: round(row.bytes) for row in swarms},
         "expected_bytes": {row.nodes: round(row.bytes) for row in expectations(swarms)},
@@ -181,6 +190,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
     parser.add_argument("--real", type=_numbers, help="numbers of processes, comma-separated; `none` for none")
     parser.add_argument("--sizes", type=_numbers, help="sizes of simulated swarms, comma-separated; `none` for none")
+    parser.add_argument("--crowds", type=_numbers, help="numbers of swarms of 128 in one process; `none` for none")
     parser.add_argument("--seed", type=int, default=0, help="of the simulations, default 0")
     parser.add_argument("--plot", type=Path, help="PNG to write")
     return parser.parse_args(arguments)
@@ -191,16 +201,18 @@ def main(arguments: Sequence[str]) -> None:
     plan = _QUICK if options.quick else Plan()
     real_sizes = plan.real_sizes if options.real is None else options.real
     swarm_sizes = plan.swarm_sizes if options.sizes is None else options.sizes
+    crowd_sizes = plan.crowds if options.crowds is None else options.crowds
     real = measure_real(Plan(real_sizes, plan.settle_s, plan.measure_s))
     topics = [measure_topic(size, options.seed) for size in plan.topic_sizes]
-    swarms = measure_swarms(swarm_sizes, options.seed)
+    swarms, crowds = measure_swarms(swarm_sizes, crowd_sizes, options.seed)
     show("processes", real)
     show("swarm", swarms)
+    show("crowd", crowds)
     show("expected", expectations(swarms))
     show("topic", topics)
     if options.plot:
         plot(real, swarms, topics, options.plot)
-    print(json.dumps(figures(real, swarms, topics)))
+    print(json.dumps(figures(real, swarms, crowds, topics)))
 
 
 def _bytes_per_header(row: SwarmRow) -> float:

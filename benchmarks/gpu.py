@@ -149,7 +149,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(_PARTS), help="names, separated by commas; default all")
     parser.add_argument("--soak-s", type=float, help="seconds of the soak, default 600")
     parser.add_argument("--turns", type=int, help="of each system, where several are compared; default 3")
-    parser.add_argument("--part-limit-s", type=float, default=3600.0, help="a part that takes longer failed; default 3600")
+    parser.add_argument(
+        "--part-limit-s", type=float, default=3600.0, help="a part that takes longer fails; default 3600"
+    )
     parser.add_argument("--report", type=Path, default=Path("gpu-report.md"), help="default gpu-report.md")
     options = parser.parse_args()
     options.parts = [name.strip() for name in options.parts.split(",")]

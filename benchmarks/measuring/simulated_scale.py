@@ -4,6 +4,7 @@ Times and bytes are those of the simulated network: they do not depend on the ma
 """
 
 import asyncio
+import contextlib
 import gc
 import random
 import time
@@ -35,6 +36,16 @@ class TopicRow:
     reached: float
     received: float
     """What a node receives per message: copies of it, and control."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrowdRow:
+    """Several swarms in one process, each for itself."""
+
+    swarms: int
+    nodes_of_each: int
+    cpu_ms: float
+    """As in `SwarmRow`: what more of it is than there comes from the memory that all of them take, and not from their size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,12 @@ def measure_swarm(num_nodes: int, seed: int) -> SwarmRow:
     """Light nodes with the real Publisher, Reader, Admission, Directory and pool. In a process of its own."""
     gc.disable()  # it would walk millions of live objects again and again; the process ends with the run
     return run(_live(num_nodes, seed))
+
+
+def measure_crowd(num_swarms: int, num_nodes: int, seed: int) -> CrowdRow:
+    """Swarms of `num_nodes` each, which know nothing of each other. In a process of its own."""
+    gc.disable()
+    return run(_live_side_by_side(num_swarms, num_nodes, seed))
 
 
 async def _spread_in_one_topic(num_nodes: int, seed: int) -> TopicRow:
@@ -138,6 +155,20 @@ async def _live(num_nodes: int, seed: int) -> SwarmRow:
         cpu_ms=cpu_s * 1000 / num_nodes * 60 / _MEASURE_S,
         memory_kib=memory_kib,
     )
+
+
+async def _live_side_by_side(num_swarms: int, num_nodes: int, seed: int) -> CrowdRow:
+    async with contextlib.AsyncExitStack() as running:
+        swarms = [
+            await running.enter_async_context(Simulation(SimulationSettings(num_nodes, seed + number, verify="cached")))
+            for number in range(num_swarms)
+        ]
+        await asyncio.gather(*(swarm.start_grown() for swarm in swarms))
+        await asyncio.gather(*(swarm.let(_SETTLE_S) for swarm in swarms))
+        cpu_s = time.process_time()
+        await asyncio.gather(*(swarm.let(_MEASURE_S) for swarm in swarms))
+        cpu_s = time.process_time() - cpu_s
+    return CrowdRow(num_swarms, num_nodes, cpu_s * 1000 / (num_swarms * num_nodes) * 60 / _MEASURE_S)
 
 
 def _counts(simulation: Simulation) -> tuple[int, int, int, int]:
