@@ -334,7 +334,9 @@ async def test_a_second_process_with_the_key_of_a_node_is_told_once_an_epoch(cap
     clock, (node, other) = await nodes([ALICE, READER])
 
     async def list_alice(made_at: float) -> None:
-        twin = Presence(ALICE.peer_id, ("/ip4/192.0.2.7/tcp/4001",), (), False, 0, made_at, made_at + PRESENCE_LIFETIME_S)
+        twin = Presence(
+            ALICE.peer_id, ("/ip4/192.0.2.7/tcp/4001",), (), False, 0, made_at, made_at + PRESENCE_LIFETIME_S
+        )
         key = presence_key(SWARM_ID, shard_of(SWARM_ID, ALICE.peer_id, 0, clock()))
         await other.store(key, ALICE.peer_id, sign_presence(ALICE, SWARM_ID, twin), twin.expires_at)
 
