@@ -164,9 +164,7 @@ ARMS = {
         SharingArm("8/all, common tasks", ALL, settings=COMMON_TASKS, tuned_as="8/all", part_of_rounds=_SHORT),
         SharingArm("8/all, hints", ALL, hinted_share=1 / 4, tuned_as="8/all", part_of_rounds=_SHORT),
         SharingArm("merging", merge_interval_rounds=2, part_of_rounds=1.0),
-        SharingArm(
-            "merging, more momentum", merge_interval_rounds=2, settings={"merging": {"alpha": 0.8}}, part_of_rounds=1.0
-        ),
+        SharingArm("merging, more momentum", merge_interval_rounds=2, settings={"merging": {"alpha": 0.8}}),
         SharingArm("8/8, merging", 8, merge_interval_rounds=2, part_of_rounds=1.0),
         SharingArm("8/24, merging", 24, merge_interval_rounds=2, part_of_rounds=_SHORT),
         SharingArm("8/all, merging", ALL, merge_interval_rounds=2, part_of_rounds=_SHORT),
