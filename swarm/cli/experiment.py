@@ -146,6 +146,7 @@ def sharing(
     seeds: Seeds = "0,1,2,3,4",
     arms: str = typer.Option(None, help="Arms, with semicolons.", show_default="all"),
     lrs: str = typer.Option("1,1.4,2", help="Multiples of the learning rate of which each arm gets its best."),
+    tuning_seeds: str = typer.Option("1000", help="Seeds of that choice, with commas; none of --seeds."),
     nodes: int = typer.Option(8, min=2, help="Members of each swarm."),
     workers: Workers = 2,
     report_only: ReportOnly = False,
@@ -167,12 +168,17 @@ def sharing(
         tuple(seed_list(seeds)),
         cast("Regime", regime),
         number_list(lrs, "--lrs"),
+        tuple(seed_list(tuning_seeds)),
         num_members=nodes,
         num_rounds=rounds,
     )
     if quick:
         plan = SharingPlan(
             chosen_arms("silo; 8/8; oracle"), (0,), lr_factors=(1.0,), num_members=2, num_rounds=6, held_out_tasks=2
+        )
+    if both := sorted({*plan.seeds} & {*plan.tuning_seeds}):
+        raise ConfigError(
+            f"a seed on which learning rates are chosen must not be reported, got {both} in both; change --tuning-seeds"
         )
     if not any(arm.is_silo for arm in plan.arms):
         raise ConfigError("arms must have a silo, which sets the target, got none; add silo to --arms")
@@ -184,8 +190,8 @@ def sharing(
             factors = tuned_factors(plan, lambda cells: compute(cells, store, workers, screen.print))
     introduction = [
         f"{plan.num_members} members sample {plan.groups_per_round} groups of {plan.group_size} answers a round in every arm; "
-        f"the oracle's one policy samples for all of them. Regime: {regime}. Learning rate of every arm by a grid on a seed "
-        "that is not reported. What is held out is an eighth of all prompts, which no arm trains on.",
+        f"the oracle's one policy samples for all of them. Regime: {regime}. Learning rate of every arm by a grid on seeds "
+        "that are not reported. What is held out is an eighth of all prompts, which no arm trains on.",
     ]
     run_cells(run, plan.reported_cells(factors), lambda results: write_all(folder, introduction, results), figures)
 

@@ -45,8 +45,8 @@ def test_a_swarm_and_its_oracle_are_computed_and_reported(tmp_path: Path) -> Non
     assert sampled[2] == pytest.approx(sampled[0], rel=0.5), "the oracle's samples are paid for by all members"
     assert all(seconds > 0 for one in silo["members"] for seconds in one["processor_s"])
     json.dumps(results)
-    report, (table,) = write_all(tmp_path, ["What was done."], results)
-    assert "oracle" in report.read_text() and len(table.rows) == 3
+    report, (table, means) = write_all(tmp_path, ["What was done."], results)
+    assert "oracle" in report.read_text() and len(table.rows) == len(means.rows) == 3
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 

@@ -52,6 +52,7 @@ def test_version_and_help() -> None:
         (["dashboard", "https://127.0.0.1:1"], 3, "http://HOST:PORT"),
         (["report", "empty"], 9, "metrics.jsonl"),
         (["eval", "--tasks", "0"], 2, "--tasks"),
+        (["experiment", "sharing", "--seeds", "0,1000"], 3, "change --tuning-seeds"),
     ],
 )  # fmt: skip
 def test_mistake_ends_in_one_line_and_its_exit_code(tmp_path: Path, arguments: list[str], code: int, told: str) -> None:

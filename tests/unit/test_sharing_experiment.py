@@ -10,8 +10,8 @@ from swarm.errors import ConfigError
 from swarm.experiments.cells import Cell, Result
 from swarm.experiments.sharing.arms import ARMS, ORACLE, SILO, MemberKind, SharingArm, chosen_arms
 from swarm.experiments.sharing.cell import node_config
-from swarm.experiments.sharing.figures import Curve, figures, summarize
-from swarm.experiments.sharing.plan import TUNING_SEED, SharingPlan, tuned_factors
+from swarm.experiments.sharing.figures import Curve, figures, summarize, table_of_means
+from swarm.experiments.sharing.plan import SharingPlan, tuned_factors
 from swarm.tasks.task_mixture import TaskMixture
 
 
@@ -73,7 +73,7 @@ def test_what_is_held_out_was_never_drawn(regime: Any) -> None:
 def test_learning_rates_are_tuned_on_a_seed_that_is_not_reported() -> None:
     plan = plan_of(SILO, "8/24", lr_factors=(1.0, 1.4, 2.0))
     tuning = plan.tuning_cells()
-    assert {cell.settings["seed"] for cell in tuning} == {TUNING_SEED} and len(tuning) == 6
+    assert {cell.settings["seed"] for cell in tuning} == {1000} and len(tuning) == 6
     # of silos the reward at the end counts, of others the mean
     early, late = [0.9] * 3 + [0.1] * 3, [0.1] * 3 + [0.4] * 3
     rewards = {SILO: {1.0: early, 1.4: late}, "8/24": {1.0: late, 1.4: early}}
@@ -84,6 +84,18 @@ def test_learning_rates_are_tuned_on_a_seed_that_is_not_reported() -> None:
     assert {cell.settings["lr_factor"] for cell in reported if cell.settings["arm"] == SILO} == {1.4}
     assert len({cell.digest for cell in [*tuning, *reported]}) == 10
     assert plan_of(SILO, lr_factors=(1.0,)).tuning_cells() == []
+
+
+def test_a_rate_counts_by_its_mean_over_the_tuning_seeds() -> None:
+    plan = plan_of(SILO, lr_factors=(0.7, 1.0, 1.4), tuning_seeds=(1000, 1001))
+    rewards = {1000: {0.7: 0.1, 1.0: 0.3, 1.4: 0.5}, 1001: {0.7: 0.1, 1.0: 0.4, 1.4: 0.1}}
+
+    def results_of(cells: Sequence[Cell]) -> list[Result]:
+        assert len(cells) == 6
+        drawn = [(cell.settings["seed"], cell.settings["lr_factor"]) for cell in cells]
+        return [result_of(SILO, [rewards[seed][factor]] * 3, seed, lr_factor=factor) for seed, factor in drawn]
+
+    assert tuned_factors(plan, results_of) == {SILO: 1.0}
 
 
 def result_at(cell: Cell, rewards: dict[str, dict[float, list[float]]]) -> Result:
@@ -136,6 +148,26 @@ def test_speedups_are_those_of_a_member_over_the_best_silo() -> None:
         and by_name["8/8"].tokens_speedup.values == ()
     )
     assert figures(results)["8/24"]["speedup_tokens"]["mean"] == pytest.approx(1.3333)
+
+
+def test_mean_curves_are_compared_over_the_seeds_that_all_arms_have() -> None:
+    silo = [0.2] * 3 + [0.4] * 3
+    results = [
+        result_of(SILO, silo),
+        result_of(SILO, silo, seed=1),
+        result_of(SILO, [0.9] * 6, seed=2),
+        result_of("8/24", [0.2] + [0.54] * 5),
+        result_of("8/24", [0.2] + [0.3] * 5, seed=1),
+        result_of(ORACLE, [0.2] + [0.31] * 5),
+        result_of(ORACLE, [0.2] + [0.31] * 5, seed=1),
+    ]
+    rows = {row[0]: row[1:] for row in table_of_means(results).rows}
+    # a point is the mean of three evaluations; the silo has .2, .267, .333, .4 after 10, 20, 30, 40 tokens: .3, .35, .4 after 25,
+    # 32.5, 40; the members of 8/24 have .347 and .42 after 10 and 20
+    assert rows[SILO] == ["0.400", "1.0, 1.0, 1.0", "1.0, 1.0, 1.0", "1.0, 1.0, 1.0", "8 s"]
+    assert rows["8/24"] == ["0.420", "2.5, 3.1, 2.3", "2.5, 3.1, 2.3", "2.5, 3.1, 2.3", "8 s"]
+    assert rows[ORACLE][:2] == ["0.310", "1.4, –, –"]
+    assert table_of_means([results[2], results[3]]).rows == []
 
 
 def test_a_silo_that_goes_on_without_learning_makes_nobody_faster() -> None:

@@ -4,11 +4,14 @@
 
 The target of a seed is the mean of the last three evaluations of the silo arm with the highest one. What the silo needed is
 where it first reached that: a silo that learns no more does not make others look faster by going on.
+
+Where the curve of one seed is noisier than what it gains, its crossing says little. So a second table has the crossings of the
+mean curves over the seeds: of half, three quarters and all of what the best silo gains.
 """
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,6 +25,8 @@ from swarm.report.tables import Curves, Spread, Table, plot, write_report
 SAMPLING_OVER_TRAINING = 4.0
 """What a token costs to sample over what it costs to train on, for `Curve.clock`: with large models 80 % of the time of RLHF goes
 into sampling (OpenRLHF, 2405.11143). It is taken from there, not measured here."""
+PARTS_OF_GAIN = (0.5, 0.75, 1.0)
+"""Of what the best silo gains from its start to its end, by the mean curves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,16 @@ class Curve:
             tuple(fmean(clock[rounds[place]] for place in window) for window in windows),
         )
 
+    @classmethod
+    def mean(cls, curves: Sequence["Curve"]) -> "Curve":
+        """Point by point, of curves of equal length."""
+        return cls(
+            *(
+                tuple(fmean(column) for column in zip(*(getattr(curve, one.name) for curve in curves), strict=True))
+                for one in fields(cls)
+            )
+        )
+
     def first(self, target: float, spent: Sequence[float]) -> float | None:
         """What was spent where the curve first reaches the target, between two points in proportion; None where it never does."""
         for place, reward in enumerate(self.rewards):
@@ -91,17 +106,11 @@ class ArmSummary:
 
 def summarize(results: Sequence[Result]) -> list[ArmSummary]:
     """Arms in the order of `ARMS`, of unlike members one for each kind; seeds that some silo lacks are left out."""
-    curves: dict[tuple[str, int], Curve] = {}
-    factors: dict[str, float] = {}
-    arms: list[str] = []
-    for name in ARMS:
-        for kind in dict.fromkeys(kind.name for kind in ARMS[name].kinds) or {"": None}:
-            row = f"{name}: {kind}" if kind else name
-            for result in (result for result in results if result["arm"] == name):
-                curves[row, result["seed"]] = Curve.of(result, kind)
-                factors[row] = result["lr_factor"]
-                arms += [] if row in arms else [row]
-    silos = [arm for arm in arms if arm in ARMS and ARMS[arm].is_silo]
+    curves, factors = _curves(results), dict[str, float]()
+    for result in results:
+        factors.update((row, result["lr_factor"]) for row in _rows_of(result["arm"]))
+    arms = list(dict.fromkeys(arm for arm, _ in curves))
+    silos = _silos(arms)
     known = sorted({seed for _, seed in curves})
     best = {
         seed: max((curves[silo, seed] for silo in silos), key=lambda curve: curve.rewards[-1])
@@ -158,6 +167,42 @@ def table(summaries: Sequence[ArmSummary]) -> Table:
     return Table("To what the best silo reaches", headers, rows)
 
 
+def table_of_means(results: Sequence[Result]) -> Table:
+    """What the best silo needed over what each arm needed, to parts of what that silo gains, by the mean curves over the seeds that
+    all arms have. Empty without such seeds; a dash where a curve never gets there."""
+    by_seed = _curves(results)
+    arms = list(dict.fromkeys(arm for arm, _ in by_seed))
+    seeds = [seed for seed in dict.fromkeys(seed for _, seed in by_seed) if all((arm, seed) in by_seed for arm in arms)]
+    curves = {arm: Curve.mean([by_seed[arm, seed] for seed in seeds]) for arm in arms} if seeds else {}
+    best = max((curves[arm] for arm in _silos(list(curves))), key=lambda curve: curve.rewards[-1], default=None)
+    rows: list[list[str]] = []
+    if best is not None:
+        start = fmean(
+            fmean(one["held_out"][0] for one in result["members"]) for result in results if result["seed"] in seeds
+        )
+        targets = [start + part * (best.rewards[-1] - start) for part in PARTS_OF_GAIN]
+        for arm, curve in curves.items():
+            cells = [
+                ", ".join(
+                    "–" if factor is None else f"{factor:.1f}"
+                    for factor in (
+                        _speedup(curve, getattr(curve, by), best, getattr(best, by), target) for target in targets
+                    )
+                )
+                for by in ("tokens", "seconds", "clock")
+            ]
+            rows.append([arm, f"{curve.rewards[-1]:.3f}", *cells, f"{curve.seconds[-1]:.0f} s"])
+    headers = [
+        "arm",
+        "held-out at its end",
+        "× by own tokens",
+        "× by processor time",
+        "× by the clock",
+        "processor time at its end",
+    ]
+    return Table("To half, three quarters and all of what the best silo gains, by the mean curves", headers, rows)
+
+
 def figures(results: Sequence[Result]) -> dict[str, Any]:
     """What a program reads."""
     return {
@@ -179,10 +224,8 @@ def curves_of(results: Sequence[Result]) -> list[Curves]:
     by_tokens: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     by_seconds: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     for arm in (name for name in ARMS if any(result["arm"] == name for result in results)):
-        runs = [Curve.of(result) for result in results if result["arm"] == arm]
-        rewards = [fmean(column) for column in zip(*(run.rewards for run in runs), strict=True)]
-        by_tokens[arm] = ([fmean(column) for column in zip(*(run.tokens for run in runs), strict=True)], rewards)
-        by_seconds[arm] = ([fmean(column) for column in zip(*(run.seconds for run in runs), strict=True)], rewards)
+        mean = Curve.mean([Curve.of(result) for result in results if result["arm"] == arm])
+        by_tokens[arm], by_seconds[arm] = (mean.tokens, mean.rewards), (mean.seconds, mean.rewards)
     return [
         Curves("by what a member samples", "own tokens", "held-out reward", by_tokens),
         Curves("by what a member computes", "processor seconds", "held-out reward", by_seconds),
@@ -190,11 +233,11 @@ def curves_of(results: Sequence[Result]) -> list[Curves]:
 
 
 def write_all(folder: Path, introduction: Sequence[str], results: Sequence[Result]) -> tuple[Path, list[Table]]:
-    """report.html, curves.png and table.md in `folder`. Returns the report and its table."""
-    tables = [table(summarize(results))]
+    """report.html, curves.png and table.md in `folder`. Returns the report and its tables."""
+    tables = [table(summarize(results)), table_of_means(results)]
     picture = plot(curves_of(results))
     replace_file(folder / "curves.png", picture, SHARED)
-    replace_file(folder / "table.md", tables[0].markdown() + "\n", SHARED)
+    replace_file(folder / "table.md", "\n\n".join(one.markdown() for one in tables) + "\n", SHARED)
     report = folder / "report.html"
     write_report(report, "What joining is worth", introduction, tables, picture)
     return report, tables
@@ -204,8 +247,31 @@ def _mean_column(rows: Iterable[Sequence[float]]) -> list[float]:
     return [fmean(column) for column in zip(*rows, strict=True)]
 
 
-def _speedup(own: Curve, spent: Sequence[float], silo: Curve, spent_by_silo: Sequence[float]) -> float | None:
-    target = silo.rewards[-1]
+def _curves(results: Sequence[Result]) -> dict[tuple[str, int], Curve]:
+    """{(row of a table, seed): its curve}, in the order of `ARMS`."""
+    return {
+        (row, result["seed"]): Curve.of(result, kind)
+        for name in ARMS
+        for row, kind in _rows_of(name).items()
+        for result in results
+        if result["arm"] == name
+    }
+
+
+def _rows_of(arm: str) -> dict[str, str | None]:
+    """{row: kind of members}; of unlike members one for each kind."""
+    return {f"{arm}: {kind.name}": kind.name for kind in ARMS[arm].kinds} or {arm: None}
+
+
+def _silos(rows: Iterable[str]) -> list[str]:
+    return [row for row in rows if row in ARMS and ARMS[row].is_silo]
+
+
+def _speedup(
+    own: Curve, spent: Sequence[float], silo: Curve, spent_by_silo: Sequence[float], target: float | None = None
+) -> float | None:
+    """To what the silo has at its end, or to `target`."""
+    target = silo.rewards[-1] if target is None else target
     needed, by_silo = own.first(target, spent), silo.first(target, spent_by_silo)
     return None if needed is None or by_silo is None else by_silo / max(needed, 1e-9)
 

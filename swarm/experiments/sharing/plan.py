@@ -1,8 +1,8 @@
 """Which cells the sharing experiment computes.
 
-    arms × learning rates × one seed ─▶ the best rate of each arm ─▶ arms × reported seeds ─▶ figures
+    arms × learning rates × tuning seeds ─▶ the best rate of each arm ─▶ arms × reported seeds ─▶ figures
 
-The learning rate of every arm, silos included, is chosen on a seed that is not reported. Where the best rate of an arm is the
+The learning rate of every arm, silos included, is chosen on seeds that are not reported. Where the best rate of an arm is the
 first or the last of the grid, rates beyond it are tried, too. Arms that differ from another one in their members alone take the
 rate of that one.
 """
@@ -16,7 +16,6 @@ from swarm.experiments.cells import Cell, Result
 from swarm.experiments.sharing.arms import ARMS, SharingArm
 
 Regime = Literal["short", "reasoning"]
-TUNING_SEED = 1000
 LR_FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
 """What is tried beyond a grid."""
 FINAL_EVALUATIONS = 3
@@ -32,6 +31,8 @@ class SharingPlan:
     regime: Regime = "short"
     lr_factors: tuple[float, ...] = (1.0, 1.4, 2.0)
     """Learning rates that are tried, as multiples of the default. With one nothing is tuned."""
+    tuning_seeds: tuple[int, ...] = (1000,)
+    """Seeds on which rates are tried; a rate counts by its mean over them."""
     num_members: int = 8
     num_rounds: int = 40
     """Of silos; see `rounds_of`."""
@@ -45,7 +46,7 @@ class SharingPlan:
         """Empty where there is only one learning rate."""
         factors = self.lr_factors if len(self.lr_factors) > 1 else ()
         named = dict.fromkeys(arm.tuned_as or arm.name for arm in self.arms)
-        return [self.cell(ARMS[name], TUNING_SEED, factor) for name in named for factor in factors]
+        return [cell for name in named for factor in factors for cell in self._tuning(name, factor)]
 
     def cells_beyond(self, results: Sequence[Result]) -> list[Cell]:
         """For each arm whose best learning rate of `results` is the lowest or the highest one, the cell of the next rate."""
@@ -57,12 +58,15 @@ class SharingPlan:
             next_ones = (
                 lower[-1:] if best == min(tried, default=0) else higher[:1] if best == max(tried, default=0) else []
             )
-            found += [self.cell(ARMS[name], TUNING_SEED, factor) for factor in next_ones]
+            found += [cell for factor in next_ones for cell in self._tuning(name, factor)]
         return found
 
     def reported_cells(self, tuned: Mapping[str, float]) -> list[Cell]:
         """Seed after seed, so that an experiment cut short has whole seeds. `tuned`: {arm: factor}."""
         return [self.cell(arm, seed, tuned[arm.name]) for seed in self.seeds for arm in self.arms]
+
+    def _tuning(self, arm: str, factor: float) -> list[Cell]:
+        return [self.cell(ARMS[arm], seed, factor) for seed in self.tuning_seeds]
 
     def rounds_of(self, arm: SharingArm) -> int:
         return max(2, round(self.num_rounds * arm.part_of_rounds))
@@ -106,8 +110,10 @@ def tuned_factors(plan: SharingPlan, results_of: Callable[[Sequence[Cell]], Sequ
 def _best_factor(arm: str, results: Sequence[Result]) -> float:
     """Of silos the one with the highest reward at the end, which is the target; of other arms that with the highest mean."""
     measure = final_held_out if ARMS[arm].is_silo else mean_held_out
-    runs = [result for result in results if result["arm"] == arm]
-    return max(runs, key=measure)["lr_factor"] if runs else 1.0
+    by_factor: dict[float, list[float]] = {}
+    for result in (result for result in results if result["arm"] == arm):
+        by_factor.setdefault(result["lr_factor"], []).append(measure(result))
+    return max(by_factor, key=lambda factor: fmean(by_factor[factor])) if by_factor else 1.0
 
 
 def final_held_out(result: Result) -> float:
