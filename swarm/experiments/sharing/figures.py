@@ -168,8 +168,10 @@ def table(summaries: Sequence[ArmSummary]) -> Table:
 
 
 def table_of_means(results: Sequence[Result]) -> Table:
-    """What the best silo needed over what each arm needed, to parts of what that silo gains, by the mean curves over the seeds that
-    all arms have. Empty without such seeds; a dash where a curve never gets there."""
+    """What the best silo needed over what each arm needed, to parts of what that silo gains; a dash where an arm never gets there.
+
+    By the mean curves over the seeds that all arms have; without such seeds there is no row.
+    """
     by_seed = _curves(results)
     arms = list(dict.fromkeys(arm for arm, _ in by_seed))
     seeds = [seed for seed in dict.fromkeys(seed for _, seed in by_seed) if all((arm, seed) in by_seed for arm in arms)]
