@@ -168,7 +168,7 @@ def table(summaries: Sequence[ArmSummary]) -> Table:
 
 
 def table_of_means(results: Sequence[Result]) -> Table:
-    """What the best silo needed over what each arm needed, to parts of what that silo gains; a dash where an arm never gets there.
+    """What the best silo needed over what an arm needed, to parts of what that silo gains; a dash where the arm never gets there.
 
     By the mean curves over the seeds that all arms have; without such seeds there is no row.
     """
