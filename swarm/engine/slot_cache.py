@@ -248,9 +248,10 @@ class SlotCache(Cache):
         new = [Bucket(len(slots), width, slots) for width, slots in groups]
         source = {slot: (bucket, row) for bucket in old for row, slot in enumerate(bucket.slots)}
         self.buckets = [*stay, *new]
+        largest = max(new, key=lambda one: one.num_places)  # it alone reuses memory: two would overwrite each other
         for layer in self.slot_layers:
             for bucket in new:
-                bucket.buffers.append(layer.buffers(bucket, self._spare))
+                bucket.buffers.append(layer.buffers(bucket, self._spare if bucket is largest else None))
                 for row, slot in enumerate(bucket.slots):
                     if slot in source:
                         other, other_row = source[slot]

@@ -109,6 +109,15 @@ def test_a_group_holds_its_long_prompt_once(make_policy: MakePolicy) -> None:
     assert run.num_bytes == (400 + 8 * 10) * model.token_bytes
 
 
+def test_a_second_call_with_prompts_of_unlike_lengths_keeps_them_apart(make_policy: MakePolicy) -> None:
+    policy = make_policy()
+    engine = SlotEngine(policy, 64)
+    engine.generate([AnswerRequest(prompt, 16, 8) for prompt in prompts([240] * 4)], Sampling(), seed=1)
+    unlike = [AnswerRequest(prompt, 2, 90) for prompt in prompts([240, 12, 20])]
+    expected = SlotEngine(policy, 64).generate(unlike, Sampling(), seed=2)
+    assert tokens_of(engine.generate(unlike, Sampling(), seed=2)) == tokens_of(expected)
+
+
 def test_scarce_memory_is_given_back_as_answers_end(make_policy: MakePolicy) -> None:
     policy = make_policy()
     policy.eos_token_ids = (-1,)
