@@ -164,9 +164,9 @@ def test_mean_curves_are_compared_over_the_seeds_that_all_arms_have() -> None:
     rows = {row[0]: row[1:] for row in table_of_means(results).rows}
     # a point is the mean of three evaluations; the silo has .2, .267, .333, .4 after 10, 20, 30, 40 tokens: .3, .35, .4 after 25,
     # 32.5, 40; the members of 8/24 have .347 and .42 after 10 and 20
-    assert rows[SILO] == ["0.400", "1.0, 1.0, 1.0", "1.0, 1.0, 1.0", "1.0, 1.0, 1.0", "8 s"]
-    assert rows["8/24"] == ["0.420", "2.5, 3.1, 2.3", "2.5, 3.1, 2.3", "2.5, 3.1, 2.3", "8 s"]
-    assert rows[ORACLE][:2] == ["0.310", "1.4, –, –"]
+    assert rows[SILO] == ["0.400 ± 0.000", "1.0, 1.0, 1.0", "1.0, 1.0, 1.0", "1.0, 1.0, 1.0", "8 s"]
+    assert rows["8/24"] == ["0.420 ± 0.170", "2.5, 3.1, 2.3", "2.5, 3.1, 2.3", "2.5, 3.1, 2.3", "8 s"]
+    assert rows[ORACLE][:2] == ["0.310 ± 0.000", "1.4, –, –"]
     assert table_of_means([results[2], results[3]]).rows == []
 
 

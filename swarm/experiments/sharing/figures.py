@@ -193,15 +193,11 @@ def table_of_means(results: Sequence[Result]) -> Table:
                 )
                 for by in ("tokens", "seconds", "clock")
             ]
-            rows.append([arm, f"{curve.rewards[-1]:.3f}", *cells, f"{curve.seconds[-1]:.0f} s"])
+            final = Spread.of(by_seed[arm, seed].rewards[-1] for seed in seeds)
+            rows.append([arm, final.text(3), *cells, f"{curve.seconds[-1]:.0f} s"])
     headers = [
-        "arm",
-        "held-out at its end",
-        "× by own tokens",
-        "× by processor time",
-        "× by the clock",
-        "processor time at its end",
-    ]
+        "arm", "held-out at its end", "× by own tokens", "× by processor time", "× by the clock", "processor time at its end",
+    ]  # fmt: skip
     return Table("To half, three quarters and all of what the best silo gains, by the mean curves", headers, rows)
 
 
