@@ -118,6 +118,17 @@ def test_a_second_call_with_prompts_of_unlike_lengths_keeps_them_apart(make_poli
     assert tokens_of(engine.generate(unlike, Sampling(), seed=2)) == tokens_of(expected)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_answers_do_not_depend_on_earlier_calls(make_policy: MakePolicy, seed: int) -> None:
+    policy, drawn = make_policy(), random.Random(seed)
+    engine = SlotEngine(policy, 16)
+    for call in range(5):
+        lengths = drawn.choices([12, 90, 130, 200, 240, 300], k=drawn.randint(1, 6))
+        asked = [AnswerRequest(prompt, drawn.randint(1, 6), drawn.choice([4, 40, 140])) for prompt in prompts(lengths)]
+        expected = SlotEngine(policy, 16).generate(asked, Sampling(), seed=call)
+        assert tokens_of(engine.generate(asked, Sampling(), seed=call)) == tokens_of(expected)
+
+
 def test_scarce_memory_is_given_back_as_answers_end(make_policy: MakePolicy) -> None:
     policy = make_policy()
     policy.eos_token_ids = (-1,)
