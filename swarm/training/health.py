@@ -20,7 +20,7 @@ _SPIKE_ROWS = 5
 _FEW_ROWS = 4
 COLUMNS = (
     "rollout/reward_mean", "train/entropy", "train/ess_fraction", "train/kl", "train/grad_norm",
-    "train/clip_fraction", "train/skip_reason", "rollout/groups", "rollout/failed_tasks",
+    "train/clip_fraction", "train/skip_reason", "rollout/groups", "rollout/failed_tasks", "train/engine_kl",
 )  # fmt: skip
 """What is read of a row."""
 
@@ -203,11 +203,23 @@ def failing_tasks(rows: Rows) -> str:
     )
 
 
+def engine_differs(rows: Rows) -> str:
+    """Engine and trainer differ by .2 nats a token, as root mean square, in any of the newest rows: rounding never does."""
+    worst = max(_split(rows, "train/engine_kl")[1], default=0.0)
+    if worst <= 0.02:
+        return ""
+    return (
+        f"engine and trainer give the answers just sampled log-probs that are {math.sqrt(2 * worst):.2g} nats apart per token: "
+        "answers do not come from the policy that is trained; see whether it stays without rollouts.top_k, top_p and min_p, with "
+        'rollouts.engine = "transformers" and with policy.quantization = "none", and keep training.correction on'
+    )
+
+
 CHECKS: dict[str, Callable[[Rows], str]] = {
     check.__name__: check
     for check in (
         entropy_collapse, entropy_growth, few_effective_answers, kl_runaway, grad_norm_spike, reward_falling, many_clipped,
-        steps_not_applied, failing_tasks,
+        steps_not_applied, failing_tasks, engine_differs,
     )
 }  # fmt: skip
 """Each check returns the warning's text, or an empty one."""

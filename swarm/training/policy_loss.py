@@ -114,6 +114,8 @@ class LossTerms(NamedTuple):
     """½ (log π - log μ)², 0 where μ is unknown: estimates their KL, and no single log-prob can blow it up."""
     sampler_known: Tensor
     """Mask of tokens with log μ."""
+    fresh: Tensor
+    """Mask of own tokens of the current policy version, whose μ is π but for rounding between engine and trainer."""
     ess_weights: Tensor
     """Weight of each token in the effective sample size; 0 where it is dropped."""
 
@@ -142,9 +144,7 @@ def policy_loss(part: MicroBatch, logprobs: Logprobs, config: TrainingSection, c
         kl = kl_to_reference(new, logprobs.base, base_known, importance)
     if config.kl_coef:
         loss = loss + config.kl_coef * kl
-    is_fresh = (
-        torch.arange(mask.shape[1], device=mask.device) >= part.fresh_from
-    )  # its w is rounding between engine and trainer
+    is_fresh = torch.arange(mask.shape[1], device=mask.device) >= part.fresh_from
     return LossTerms(
         loss=loss,
         ratio=ratio.detach(),
@@ -154,5 +154,6 @@ def policy_loss(part: MicroBatch, logprobs: Logprobs, config: TrainingSection, c
         base_known=base_known,
         sampler_distance=to_sampler.square() / 2,
         sampler_known=known,
+        fresh=known * is_fresh,
         ess_weights=ess_weights(log_weights.masked_fill(is_fresh, 0.0), factors, mask, config.correction_cap),
     )

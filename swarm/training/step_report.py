@@ -53,6 +53,8 @@ class StepReport:
     """Estimated KL to the base, in nats per token; from a few answers of every fourth step when training.kl_coef is 0."""
     sampler_kl: float | None
     """Estimated KL between the policy and those that sampled, in nats per token; None where log-probs are unknown."""
+    engine_kl: float | None
+    """The same of own tokens that this policy version sampled: what engine and trainer differ in. None without such tokens."""
     mean_ratio: float
     """Mean of r."""
     num_tokens: int
@@ -84,6 +86,7 @@ class StepReport:
             "train/ess_fraction": self.ess_fraction,
             "train/kl": self.kl,
             "train/sampler_kl": self.sampler_kl,
+            "train/engine_kl": self.engine_kl,
             "train/adapter_norm": self.adapter_norm,
             "train/staleness_mean": self.staleness_mean,
             "train/staleness_max": self.staleness_max,
@@ -94,7 +97,7 @@ class StepReport:
     @staticmethod
     def skip(reason: str, *, lr: float) -> "StepReport":
         """Report of a step that had nothing to compute."""
-        return StepReport(0.0, 0.0, 0.0, 0.0, 1.0, None, None, 1.0, 0, lr, skip_reason=reason)
+        return StepReport(0.0, 0.0, 0.0, 0.0, 1.0, None, None, None, 1.0, 0, lr, skip_reason=reason)
 
     @staticmethod
     def mean(reports: Sequence["StepReport"], *, adapter_norm: float | None, staleness: Staleness) -> "StepReport":
@@ -112,6 +115,7 @@ class StepReport:
             ess_fraction=last.ess_fraction,
             kl=None if last.kl is None else average([report.kl or 0.0 for report in reports]),
             sampler_kl=reports[0].sampler_kl,  # later epochs have moved on purpose
+            engine_kl=reports[0].engine_kl,
             mean_ratio=average([report.mean_ratio for report in reports]),
             num_tokens=last.num_tokens,
             lr=last.lr,
@@ -143,7 +147,8 @@ class StepReport:
 
 
 _MEANS = (
-    "loss", "grad_norm", "clip_fraction", "entropy", "ess_fraction", "kl", "sampler_kl", "mean_ratio", "staleness_mean",
+    "loss", "grad_norm", "clip_fraction", "entropy", "ess_fraction", "kl", "sampler_kl", "engine_kl", "mean_ratio",
+    "staleness_mean",
 )  # fmt: skip
 
 
@@ -160,6 +165,8 @@ class StepSums:
     num_base_known: float = 0.0
     sampler_distance: float = 0.0
     num_sampler_known: float = 0.0
+    engine_distance: float = 0.0
+    num_fresh: float = 0.0
     signal: float = 0.0
     """Sum of |weight · advantage| over unclipped tokens: 0 means there is no direction to move in."""
     num_answers: int = 0
@@ -182,6 +189,8 @@ class StepSums:
         self.entropy += (mask * entropy).sum().item()
         self.sampler_distance += terms.sampler_distance.sum().item()
         self.num_sampler_known += terms.sampler_known.sum().item()
+        self.engine_distance += (terms.fresh * terms.sampler_distance).sum().item()
+        self.num_fresh += terms.fresh.sum().item()
         self.num_answers += len(mask)
         self.ess_weight += terms.ess_weights.sum().item()
         self.ess_square += terms.ess_weights.square().sum().item()
@@ -215,6 +224,7 @@ class StepSums:
             ess_fraction=self.ess_fraction,
             kl=_mean_or_none(self.kl, self.num_base_known),
             sampler_kl=_mean_or_none(self.sampler_distance, self.num_sampler_known),
+            engine_kl=_mean_or_none(self.engine_distance, self.num_fresh),
             mean_ratio=self.ratio / count,
             num_tokens=int(self.num_tokens),
             lr=lr,

@@ -17,6 +17,7 @@ HEALTHY: dict[str, Any] = {
     "train/grad_norm": 1.0,
     "train/clip_fraction": 0.05,
     "train/skip_reason": "",
+    "train/engine_kl": 0.002,
 }
 
 
@@ -52,6 +53,7 @@ SICK: dict[str, dict[str, Any]] = {
     "reward_falling": {"rollout/reward_mean": 0.3},
     "many_clipped": {"train/clip_fraction": 0.5},
     "failing_tasks": {"rollout/failed_tasks": 2, "rollout/groups": 6},
+    "engine_differs": {"train/engine_kl": 0.03},
     "steps_not_applied": {"train/skip_reason": "loss or gradient is not finite"},
 }
 

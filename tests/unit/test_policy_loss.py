@@ -246,6 +246,7 @@ def test_own_tokens_of_the_current_version_are_fresh_in_ess_and_weighed_in_the_l
     mu = new + 0.3
     part = batch_of(mu, torch.ones(2, 1).double())._replace(fresh_from=torch.tensor([[0.0], [3.0]]))
     terms, loss, _ = loss_and_gradient(new, new, torch.ones(2, 4), part, section("token", "tis"))
+    assert terms.fresh.tolist() == [[1] * 4, [0] * 3 + [1]]
     stale = math.exp(-0.3)
     assert terms.ess_weights.flatten().tolist() == pytest.approx([1.0] * 4 + [stale] * 3 + [1.0])
     assert loss.tolist() == pytest.approx([-4 * stale] * 2)

@@ -574,7 +574,9 @@ def test_the_report_always_tells_kl_and_adapter_norm(make_policy: MakePolicy):
     exact = trainer_of(make_policy(), kl_coef=1e-9).step(groups)
     assert sampled.kl is not None and exact.kl is not None
     assert sampled.kl == pytest.approx(exact.kl, rel=2.0)  # one of 16 answers
-    assert sampled.sampler_kl == pytest.approx(0.0, abs=1e-9)
+    assert sampled.sampler_kl == sampled.engine_kl == pytest.approx(0.0, abs=1e-9)
+    elsewhere = [with_rollouts(g, lambda i, r: replace(r, logprobs=[x - 0.3 for x in r.logprobs])) for g in groups]
+    assert trainer_of(make_policy()).step(elsewhere).engine_kl == pytest.approx(0.3**2 / 2, rel=1e-3)
     squares = [parameter.double().square().sum().item() for _, parameter in adapter_parameters(policy.model)]
     assert sampled.adapter_norm == pytest.approx(math.sqrt(sum(squares)), rel=0.05)
     row = sampled.row()
