@@ -86,7 +86,10 @@ class Table:
     def _part(self, columns: Sequence[int], title: str | None) -> RichTable:
         table = RichTable(title=None if title is None else Text(plain(title)), title_justify="left")
         for column in columns:
-            table.add_column(Text(plain(self.headers[column])), justify="right" if column else "left")
+            longest = max(map(len, self.headers[column].split()), default=0)  # rich would cut it to fit the rest
+            table.add_column(
+                Text(plain(self.headers[column])), justify="right" if column else "left", min_width=longest
+            )
         for row in self.rows:
             table.add_row(*(Text(plain(row[column])) for column in columns))
         return table
@@ -144,6 +147,7 @@ def plot(curves: Sequence[Curves]) -> bytes:
             axis.plot(x, y, label=label, linestyle=_LINE_STYLES[number // _NUM_COLOURS % len(_LINE_STYLES)])
         axis.set_title(drawn.title, loc="left", fontsize=10)
         axis.set(xlabel=drawn.x_label, ylabel=drawn.y_label)
+        axis.locator_params(axis="x", nbins=6)
     if all(list(drawn.lines) == list(curves[0].lines) for drawn in curves):
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside right center")
