@@ -46,6 +46,9 @@ class Bench:
 
         self.swarm = LearnerSwarm([config] * 2, 0, make_reader)
         (self.hostile,) = attacks_cell._hostile_nodes(settings, config, self.swarm)
+        reader = self.doors[0].context.identity.peer_id  # which does not even read what bears its own name
+        others = [name for name in self.hostile.setup.honest if name != reader]
+        self.hostile.setup = replace(self.hostile.setup, honest=others)
         self.swarm.run_round()
         self.kinds = {DEFENDED: GuardedReader, OPEN: OpenReader}
 
