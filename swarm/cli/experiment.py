@@ -176,7 +176,7 @@ def sharing(
         plan = SharingPlan(
             chosen_arms("silo; 8/8; oracle"), (0,), lr_factors=(1.0,), num_members=2, num_rounds=6, held_out_tasks=2
         )
-    if both := sorted({*plan.seeds} & {*plan.tuning_seeds}):
+    if both := sorted({*plan.seeds} & {cell.settings["seed"] for cell in plan.tuning_cells()}):
         raise ConfigError(
             f"a seed on which learning rates are chosen must not be reported, got {both} in both; change --tuning-seeds"
         )

@@ -103,5 +103,10 @@ class RolloutsSection(Section):
         return self.group_sizes != "equal" or self.extra_rollouts != "off"
 
     @property
+    def is_filtered(self) -> bool:
+        """Whether answers are drawn from less than the whole policy."""
+        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
+
+    @property
     def cache_bytes(self) -> int | None:
         return None if self.cache_mib is None else self.cache_mib * 2**20

@@ -210,7 +210,7 @@ def engine_differs(rows: Rows) -> str:
         return ""
     return (
         f"engine and trainer give the answers just sampled log-probs that are {math.sqrt(2 * worst):.2g} nats apart per token: "
-        "answers do not come from the policy that is trained; see whether it stays without rollouts.top_k, top_p and min_p, with "
+        "answers do not come from the policy that is trained; see whether it stays with "
         'rollouts.engine = "transformers" and with policy.quantization = "none", and keep training.correction on'
     )
 

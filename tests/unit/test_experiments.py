@@ -54,6 +54,17 @@ def test_a_forged_reward_is_turned_away_in_memory_as_on_the_wire() -> None:
     assert swarm.rejected["reward_mismatch"] > 0 and sum(row.swarm_groups for row in rows) == 0
 
 
+def test_engine_and_trainer_are_compared_where_nothing_is_filtered() -> None:
+    config = sharing_config()
+    cut = config.model_copy(update={"rollouts": config.rollouts.model_copy(update={"top_p": 0.5})})
+    for node, is_compared in ((config, True), (cut, False)):
+        swarm = LearnerSwarm([node], seed=0)
+        swarm.run_round()
+        (row,) = swarm.last_rows
+        assert ("train/engine_kl" in row) == is_compared and row["train/sampler_kl"] is not None
+        assert row.get("train/engine_kl", 0.0) < 1e-6
+
+
 def test_spread_of_one_seed_has_no_deviation() -> None:
     assert Spread.of([0.25]).text(2) == "0.25" and Spread.of([1.0, 3.0]).text(1) == "2.0 ± 1.4"
 

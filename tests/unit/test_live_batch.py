@@ -159,6 +159,22 @@ def test_memory_for_no_token_is_told(make_policy: Make, monkeypatch: pytest.Monk
         open_batch(make_policy("llama"), rollouts(), 100)
 
 
+def test_prompts_of_unlike_lengths_are_kept_apart_after_a_pause(make_policy: Make) -> None:
+    policy = make_policy("llama")
+    batch = open_batch(policy, rollouts(max_batch_sequences=16), 400)
+    batch.add(0, LiveRequest(tuple(range(10, 90)) * 3, 16, 8, Sampling(), 1))
+    finish(batch, [])
+    requests = {
+        1: LiveRequest(tuple(range(20, 100)) * 3, 2, 90, Sampling(), 2),
+        2: LiveRequest((7, 8, 9), 2, 90, Sampling(), 3),
+    }
+    for number, request in requests.items():
+        batch.add(number, request)
+    tokens = finish(batch, [])
+    for number, request in requests.items():
+        assert answers(tokens, number, 2) == alone(policy, request)
+
+
 def test_requests_that_come_and_go_leave_nothing_behind(make_policy: Make) -> None:
     policy = make_policy("llama")
     batch = open_batch(policy, rollouts(), 400)
