@@ -301,9 +301,6 @@ class Learner:
         timer: RoundTimer,
     ) -> MetricsRow:
         times = timer.row()
-        step = report.row() if report is not None else {}
-        if self._config.rollouts.is_filtered:
-            step.pop("train/engine_kl", None)  # filters set engine and trainer apart on purpose
         row: MetricsRow = {
             "kind": "round",
             **self._position(),
@@ -317,7 +314,7 @@ class Learner:
             "train/answers_text_mismatch_total": self._converter.num_answers_text_mismatch,
             "train/dropped_groups": dict(self._batches.dropped),
             "pool/groups": self._pool.num_fresh(),
-            **step,
+            **(report.row(is_filtered=self._config.rollouts.is_filtered) if report is not None else {}),
             **(self.merging.row() if self.merging else {}),
             **times,
         }

@@ -74,8 +74,11 @@ class StepReport:
     def skipped(self) -> bool:
         return bool(self.skip_reason)
 
-    def row(self) -> dict[str, float | str | None]:
-        """Columns of the metrics row; without tokens there was nothing to measure."""
+    def row(self, *, is_filtered: bool = False) -> dict[str, float | str | None]:
+        """Columns of the metrics row; without tokens there was nothing to measure.
+
+        `is_filtered`: whether answers were drawn from less than the whole policy, which sets engine and trainer apart on purpose.
+        """
         if self.num_tokens == 0:
             return {"train/lr": self.lr, "train/skip_reason": self.skip_reason}
         return {
@@ -86,7 +89,7 @@ class StepReport:
             "train/ess_fraction": self.ess_fraction,
             "train/kl": self.kl,
             "train/sampler_kl": self.sampler_kl,
-            "train/engine_kl": self.engine_kl,
+            "train/engine_kl": None if is_filtered else self.engine_kl,
             "train/adapter_norm": self.adapter_norm,
             "train/staleness_mean": self.staleness_mean,
             "train/staleness_max": self.staleness_max,
