@@ -171,18 +171,28 @@ async def test_hostile_responses_end_with_their_reasons(tmp_path: Path) -> None:
 
 
 async def test_one_peer_with_many_calls_leaves_room_for_others(tmp_path: Path) -> None:
+    """Its calls stay until the others were served, so that they fill all the places that one peer may have."""
     node = make_node(tmp_path / "node", max_concurrent_requests=8)
     mallory, honest = make_node(tmp_path / "mallory"), make_node(tmp_path / "honest")
-    process = psutil.Process()
+    others_were_served = asyncio.Event()
+
+    async def echo_late(peer_id: str, request: bytes) -> bytes:
+        await others_were_served.wait()
+        return request
+
+    node.serve(HOSTILE, echo_late, max_request_bytes=100_000)
+    process, refused = psutil.Process(), node._server.refused
     async with joined(node, mallory, honest):
         assert mallory._session is not None
         calls, memory = mallory._session.calls, process.memory_info().rss
-        flood = [asyncio.create_task(calls.ask(node.peer_id, ECHO, bytes(60_000))) for _ in range(500)]
+        flood = [asyncio.create_task(calls.ask(node.peer_id, HOSTILE, bytes(60_000))) for _ in range(500)]
+        await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)  # a refusal: nothing else has been answered yet
         for _ in range(5):
             assert await ask(honest, node.peer_id, ECHO, max_response_bytes=60_000) == b"hi"
+        others_were_served.set()
         frames = await asyncio.gather(*flood)
         num_refused = [frame[0] for frame in frames].count(Status.REFUSED)
-        assert 0 < num_refused <= sum(node._server.refused.values())  # requests of its node itself are refused, too
+        assert 0 < num_refused <= sum(refused.values())  # requests of its node itself are refused, too
         async with asyncio.timeout(30):
             while node._server._conversations:  # the last answer may arrive before its conversation has ended
                 await asyncio.sleep(0.02)
