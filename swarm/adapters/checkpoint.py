@@ -4,7 +4,8 @@
       round-000025/   adapter.safetensors  optimizer.safetensors  state.json  manifest.json
       .saving-…       an unfinished save; removed at the next save
       .replaced-…     the older checkpoint of a round that was saved twice, while the newer one takes its place
-      aside-…         a damaged checkpoint that was newer than one saved later; stored for inspection
+      aside-…         a damaged checkpoint that was newer than one saved later, or one after the best to which the run went back
+      best.json       which one did best on held-out tasks; it is kept until another one does
 
 A checkpoint is written to a temporary folder, every file synced and the manifest (SHA-256 of each file) last, and then
 renamed. A folder named `round-…` is therefore complete, or the manifest shows what the disk changed. Tensors are safetensors
@@ -25,7 +26,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -35,17 +36,21 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from swarm.errors import CheckpointError
-from swarm.machine.safe_files import is_bare_name, new_file, parse_json, read_file, read_json, sync_folder
+from swarm.machine.safe_files import is_bare_name, new_file, parse_json, read_file, read_json, replace_file, sync_folder
 from swarm.observability.tracing import traced
 
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
+_BEST = "best.json"
 _SAVING = ".saving-"
 _MAX_STATE_BYTES = 256 << 20
 _MAX_TENSORS_BYTES = 64 << 30
+_MAX_BEST_BYTES = 1 << 20
 _REPLACED = ".replaced-"
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+"""What reading a damaged checkpoint raises."""
 _NAME = re.compile(r"(?:\.replaced-)?round-(\d{6,})")
 
 
@@ -61,8 +66,19 @@ class Checkpoint:
     """Everything else, as JSON returns it: tuples are lists, and keys are strings."""
 
 
+@dataclass(frozen=True, slots=True)
+class BestRound:
+    """The round whose checkpoint did best on held-out tasks."""
+
+    round: int
+    reward: float
+    """Mean over task sources."""
+    measured_on: str
+    """Tasks and temperature. Rewards that were measured on others do not compare."""
+
+
 class CheckpointStore:
-    """The checkpoints of one node, of which it stores the newest `keep`."""
+    """The checkpoints of one node, of which it stores the newest `keep` and the best one."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
@@ -94,9 +110,64 @@ class CheckpointStore:
             raise CheckpointError(
                 f"a checkpoint must be writable, got {error} for {target}; free disk space or fix its permissions"
             ) from None
+        best = self.best()
         for old in self._newest_first()[self._keep :]:
-            shutil.rmtree(old, ignore_errors=True)
+            if best is None or _round_of(old) != best.round:
+                shutil.rmtree(old, ignore_errors=True)
         return target
+
+    def mark_best(self, best: BestRound) -> None:
+        """Note which checkpoint did best, so that it is kept. Raises CheckpointError if the disk refuses."""
+        try:
+            replace_file(self._folder / _BEST, json.dumps(asdict(best)), is_durable=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._folder / _BEST} must be writable, got {error}; free disk space or fix its permissions"
+            ) from None
+
+    def best(self) -> BestRound | None:
+        """Return the best round, or None where no checkpoint is marked, or the marked one is gone."""
+        try:
+            found = read_json(self._folder / _BEST, _MAX_BEST_BYTES)
+            best = BestRound(int(found["round"]), float(found["reward"]), str(found["measured_on"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            logger.warning("%s is damaged (%s); the next evaluation writes it anew", self._folder / _BEST, error)
+            return None
+        return best if any(_round_of(path) == best.round for path in self._newest_first()) else None
+
+    def load_best(self) -> Checkpoint:
+        """Return the best checkpoint. It only reads. Raises CheckpointError where there is none, or it is damaged."""
+        path = self._path_of(self._marked().round)
+        try:
+            return _read(path)
+        except _DAMAGE as error:
+            raise CheckpointError(
+                f"the best checkpoint must be intact, got {error} in {path}; take the newest one instead"
+            ) from None
+
+    def go_back_to_best(self) -> BestRound:
+        """Set all checkpoints after the best one aside, so that the run goes on from it.
+
+        Raises CheckpointError as `load_best`.
+        """
+        best = self._marked()
+        self.load_best()
+        self._set_aside_newer(best.round)
+        return best
+
+    def _marked(self) -> BestRound:
+        best = self.best()
+        if best is None:
+            raise CheckpointError(
+                f"a checkpoint must be marked as the best, got none in {self._folder}; an evaluation marks it, at the end and "
+                "every evaluation.interval_rounds; take the newest one instead"
+            )
+        return best
+
+    def _path_of(self, round: int) -> Path:
+        return next(path for path in self._newest_first() if _round_of(path) == round)
 
     def load_newest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint, or None without any. Damaged ones are skipped with a warning.
@@ -107,7 +178,7 @@ class CheckpointStore:
         for path in paths:
             try:
                 return _read(path)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            except _DAMAGE as error:
                 logger.warning("checkpoint %s is damaged (%s); falling back to the one before", path.name, error)
         if paths:
             raise CheckpointError(
@@ -141,7 +212,7 @@ class CheckpointStore:
             shutil.rmtree(path)
 
     def _set_aside_newer(self, round: int) -> None:
-        """Rename checkpoints of later rounds than the one just saved: they are damaged, and would replace good ones."""
+        """Rename checkpoints of later rounds, as the next start would resume from them: they are damaged, or worse."""
         for path in self._newest_first():
             if _round_of(path) > round:
                 aside = path.with_name(f"aside-{path.name}")
@@ -184,6 +255,12 @@ class CheckpointWriter:
         self.finish_earlier()
         self._last = self._thread.submit(self._write, round, tensors, state, on_saved)
 
+    def mark_best(self, best: BestRound) -> None:
+        """Note on the thread, after the write in flight, that this round did best. Where it was not saved, nothing is noted."""
+        last = self._last
+        if last is not None:
+            self._last = self._thread.submit(self._mark, last, best)
+
     def finish_earlier(self) -> None:
         """Wait for the write in flight. Raises what ended it; that a disk refused was reported already."""
         with contextlib.suppress(CheckpointError):
@@ -207,6 +284,13 @@ class CheckpointWriter:
             raise
         if on_saved is not None:
             on_saved(round)
+
+    def _mark(self, write: Future[None], best: BestRound) -> None:
+        write.result()  # raises what `finish` then raises
+        try:
+            self._store.mark_best(best)
+        except CheckpointError as error:
+            self._on_failure(best.round, error)
 
     def __enter__(self) -> Self:
         return self

@@ -192,6 +192,13 @@ class Node:
 
         return SavedPolicy(self.config)
 
+    @property
+    def best_policy(self) -> "SavedPolicy":
+        """As `policy`, of the checkpoint that did best on held-out tasks (evaluation.interval_rounds)."""
+        from swarm.api.saved_policy import SavedPolicy
+
+        return SavedPolicy(self.config, best=True)
+
     def _end_earlier_loop(self) -> None:
         earlier = _RUNNING.get(self.folder)
         try:

@@ -1,4 +1,4 @@
-"""The policy of a node, with the adapter of its newest checkpoint."""
+"""The policy of a node, with the adapter of its newest or its best checkpoint."""
 
 import os
 from pathlib import Path
@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 from swarm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from swarm.adapters.checkpoint import Checkpoint
+    from swarm.adapters.checkpoint import Checkpoint, CheckpointStore
     from swarm.config import Config
     from swarm.policy.policy import Policy
 
 
-def load(config: "Config", *, base_only: bool = False) -> tuple["Policy", int | None]:
+def load(config: "Config", *, base_only: bool = False, best: bool = False) -> tuple["Policy", int | None]:
     """(policy, round of its checkpoint), or the untrained base and None.
+
+    The newest checkpoint counts, or with `best` the one that did best on held-out tasks.
 
     Raises CheckpointError where node.dir holds no checkpoint, or one of another lineage, or one that no learner has written.
     """
@@ -32,17 +34,14 @@ def load(config: "Config", *, base_only: bool = False) -> tuple["Policy", int | 
         return load_policy(
             fitted_to_base(config).policy, device=config.node.device, hash_cache=cache, start=start
         ), None
-    checkpoint = _newest(config)
+    checkpoint = _store(config).load_best() if best else _newest(config)
     policy = load_policy(fitted_to_base(config).policy, device=config.node.device, hash_cache=cache, start=start)
     return policy, _take(policy, config, checkpoint)
 
 
 def newest_round(config: "Config") -> int | None:
     """Round of the newest checkpoint in node.dir, without reading it; None where there is none."""
-    from swarm.adapters.checkpoint import CheckpointStore
-    from swarm.machine.node_folder import NodeFolder
-
-    return CheckpointStore(NodeFolder(config.node.dir).checkpoints, config.checkpoint.keep).newest_round()
+    return _store(config).newest_round()
 
 
 def load_newest_into(policy: "Policy", config: "Config") -> int:
@@ -50,15 +49,18 @@ def load_newest_into(policy: "Policy", config: "Config") -> int:
     return _take(policy, config, _newest(config))
 
 
-def _newest(config: "Config") -> "Checkpoint":
+def _store(config: "Config") -> "CheckpointStore":
     from swarm.adapters.checkpoint import CheckpointStore
     from swarm.machine.node_folder import NodeFolder
 
-    folder = NodeFolder(config.node.dir)
-    checkpoint = CheckpointStore(folder.checkpoints, config.checkpoint.keep).load_newest()
+    return CheckpointStore(NodeFolder(config.node.dir).checkpoints, config.checkpoint.keep)
+
+
+def _newest(config: "Config") -> "Checkpoint":
+    checkpoint = _store(config).load_newest()
     if checkpoint is None:
         raise CheckpointError(
-            f"node.dir must hold a checkpoint, got none in {folder.path}; run the node first, or set node.dir "
+            f"node.dir must hold a checkpoint, got none in {config.node.dir}; run the node first, or set node.dir "
             "(`swarm eval`, `swarm sample` and `swarm chat` do without one with --base)"
         )
     return checkpoint
@@ -83,12 +85,12 @@ def _take(policy: "Policy", config: "Config", checkpoint: "Checkpoint") -> int:
 class SavedPolicy:
     """A trained policy in this process: it answers prompts and can be saved."""
 
-    def __init__(self, config: "Config") -> None:
+    def __init__(self, config: "Config", *, best: bool = False) -> None:
         """Loads base and adapter. Raises as `load` does."""
         from swarm.engine.make_engine import make_engine
         from swarm.policy.base_folder import fitted_to_base
 
-        self._policy, self.round = load(config)
+        self._policy, self.round = load(config, best=best)
         self._config = fitted_to_base(config)
         self._engine = make_engine(self._policy, self._config.rollouts)
 

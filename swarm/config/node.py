@@ -59,7 +59,8 @@ class CheckpointSection(Section):
     """The first round that ends so many seconds after the last checkpoint writes one, too, so that little is lost where rounds
     are long; later where training would wait for it for more than a twentieth of the time. 0: interval_rounds alone decides."""
     keep: PositiveInt = 3
-    """Number of checkpoints that are kept. If the newest is damaged, the one before it is used."""
+    """Number of newest checkpoints that are kept, beside the one that did best on held-out tasks. If the newest is damaged, the
+    one before it is used."""
 
 
 class EvaluationSection(Section):
@@ -68,8 +69,9 @@ class EvaluationSection(Section):
     tasks_per_source: Annotated[int, Field(ge=0)] = 32
     """Tasks per source in one evaluation, or answers where a source has few tasks. 0: no evaluation. Unless set, 64 in all, and 4
     to 32 per source, if policy.base is not bundled."""
-    interval_rounds: Annotated[int, Field(ge=0)] = 0
-    """Rounds between two evaluations. 0: only at the start and at the end."""
+    interval_rounds: Annotated[int, Field(ge=0)] = 50
+    """Rounds between two evaluations, which tell what was learned or lost and which checkpoint is the best. 0: only at the start
+    and at the end."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature of evaluations. 1: measures the policy as it is trained. 0: greedy decoding."""
 

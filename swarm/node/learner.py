@@ -24,7 +24,15 @@ from swarm.limits.weighted_sample import round_seed
 from swarm.merging.policy_merging import MergePorts, PolicyMerging
 from swarm.node.batch_builder import BatchBuilder
 from swarm.node.policy_backend import PolicyBackend
-from swarm.node.round_metrics import MetricsRow, RoundTimer, count_batch, hinted_row, pruning_row, rollout_row
+from swarm.node.round_metrics import (
+    MetricsRow,
+    RoundTimer,
+    count_batch,
+    evaluation_row,
+    hinted_row,
+    pruning_row,
+    rollout_row,
+)  # fmt: skip
 from swarm.node.run_state import check_run_state
 from swarm.observability.plain_text import counted
 from swarm.observability.tracing import traced
@@ -37,7 +45,7 @@ from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.sharing.parts import GroupObserver, NoObserver
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.held_out import repeated
-from swarm.tasks.task_cursor import DifficultyTable, TaskCursor
+from swarm.tasks.task_cursor import DifficultyTable, TaskCursor, restore_rng, rng_state
 from swarm.tasks.task_mixture import CommonStreams, TaskMixture, no_common_streams, training_seed
 from swarm.training.experience import RolloutConverter, TrainingGroup
 from swarm.training.health import HealthWatch
@@ -340,25 +348,19 @@ class Learner:
         """
         config = self._config.evaluation
         tasks = self._mixture.held_out(config.tasks_per_source)
-        num_tasks = len(tasks)
-        if config.temperature:
-            tasks = repeated(tasks, config.tasks_per_source)
+        asked = repeated(tasks, config.tasks_per_source) if config.temperature else tasks
         logger.info(
             "evaluating %s to %s, at most %d of a source (evaluation.tasks_per_source)",
-            counted(len(tasks), "answer"), counted(num_tasks, "held-out task"), config.tasks_per_source,
+            counted(len(asked), "answer"), counted(len(tasks), "held-out task"), config.tasks_per_source,
         )  # fmt: skip
-        scores = self._worker.evaluate(tasks, temperature=config.temperature, seed=self._seed("evaluation", draw))
-        accuracy = {source: sum(values) / len(values) for source, values in sorted(scores.items()) if values}
-        mean = sum(accuracy.values()) / len(accuracy) if accuracy else 0.0
-        logger.info("held-out reward %.3f, mean of %s", mean, counted(len(accuracy), "source"))
-        row = {
-            "kind": "evaluation",
-            "phase": phase,
-            "accuracy_mean": mean,
-            "accuracy": accuracy,
-            "num_tasks": num_tasks,
-        }
-        return {**row, **self._position()}
+        scores = self._worker.evaluate(asked, temperature=config.temperature, seed=self._seed("evaluation", draw))
+        found = evaluation_row(tasks, config.temperature, scores)
+        logger.info(
+            "held-out reward %.3f, mean of %s", found["accuracy_mean"], counted(len(found["accuracy"]), "source")
+        )
+        row = {"kind": "evaluation", "phase": phase, **found, **self._position()}
+        self._health.evaluated(row)
+        return row
 
     def save(self, store: CheckpointStore | CheckpointWriter) -> None:
         """Write `state`, or begin to. Raises CheckpointError."""
@@ -379,7 +381,7 @@ class Learner:
             "replay": self._batches.state(),
             "common_groups": self._batches.common.state(),
             "own_successes": self._batches.successes.state(),
-            "rng": _rng_state(self._rng),
+            "rng": rng_state(self._rng),
             "own_likelihoods": self._converter.state(),
             "health": self._health.state(),
             "totals": dict(self._totals),
@@ -417,7 +419,7 @@ class Learner:
         self._batches.restore(state.get("replay", []))
         self._batches.common.restore(state.get("common_groups", {}))
         self._batches.successes.restore(state.get("own_successes", {}))
-        self._rng.setstate(_rng_from(state["rng"]))
+        restore_rng(self._rng, state["rng"])
         self._converter.restore(state["own_likelihoods"])
         if self.merging is not None:
             self.merging.restore(checkpoint.tensors, state.get("merging"))
@@ -438,13 +440,3 @@ class Learner:
 
     def _seed(self, purpose: str, round_number: int = 0) -> int:
         return round_seed(self._config, self._peer_id, purpose, round_number)
-
-
-def _rng_state(rng: random.Random) -> list[Any]:
-    version, internal, gauss = rng.getstate()
-    return [version, list(internal), gauss]
-
-
-def _rng_from(state: Sequence[Any]) -> tuple[Any, ...]:
-    version, internal, gauss = state
-    return version, tuple(internal), gauss

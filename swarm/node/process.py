@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, Origin, kept_origin, kept_toml
 from swarm.errors import IdentityError
 from swarm.machine.memory import keep_heaps_small
@@ -21,12 +22,14 @@ def run_node(
     origin: Origin | None = None,
     *,
     fresh: bool = False,
+    from_best: bool = False,
     unlock: Unlock | None = None,
     end_when_stuck: bool = False,
 ) -> None:
     """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can fix.
 
-    `origin`: where each setting comes from, for people.
+    `origin`: where each setting comes from, for people. `fresh`: the earlier run is moved aside. `from_best`: it goes on from
+    its best checkpoint.
     `unlock`: opens an identity that is encrypted on disk. `end_when_stuck`: end the process when it makes no progress, as a
     supervisor starts it again.
     """
@@ -43,6 +46,9 @@ def run_node(
         lock.claim(identity)
         if fresh and (aside := folder.set_aside()):
             print(f"earlier run moved to {aside}")
+        if from_best:
+            best = CheckpointStore(folder.checkpoints, config.checkpoint.keep).go_back_to_best()
+            print(f"going on from round {best.round}, whose held-out reward was {best.reward:.3f}")
         set_up_logging(folder.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
         origin = kept_origin(origin, folder.config) if origin else None
         replace_file(folder.config, kept_toml(config, origin))

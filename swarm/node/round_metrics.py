@@ -1,15 +1,16 @@
 """The metrics row of one round: what was rolled out, what was trained on, and how long each part took."""
 
+import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swarm.engine.pruning import Pruning
 from swarm.rollouts.rollout_round import mean_reward_signals
 from swarm.rollouts.worker import RolloutBatch
 from swarm.training.experience import TrainingGroup
-from swarm.types import RolloutGroup
+from swarm.types import RolloutGroup, Task
 
 MetricsRow = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -53,6 +54,25 @@ def rollout_row(rollouts: RolloutBatch, duration_s: float, hinted: RolloutBatch)
         "rollout/failed_tasks": sum(rollouts.failures.values()),
         "rollout/too_long_prompts": sum(rollouts.too_long.values()),
         **mean_reward_signals(groups),
+    }
+
+
+def evaluation_row(tasks: Sequence[Task], temperature: float, scores: Mapping[str, Sequence[float]]) -> MetricsRow:
+    """The rewards on held-out tasks, by source. Every source has the same weight in their mean.
+
+    Two evaluations compare if their `measured_on` is the same. It is empty where a source could not be scored.
+    """
+    found = {source: values for source, values in sorted(scores.items()) if values}
+    accuracy = {source: sum(values) / len(values) for source, values in found.items()}
+    squares = sum(mean * (1 - mean) / len(found[source]) for source, mean in accuracy.items())
+    sources = sorted({task.ref.source for task in tasks})
+    is_whole = sources == list(accuracy)
+    return {
+        "accuracy_mean": sum(accuracy.values()) / max(1, len(accuracy)),
+        "accuracy_error": math.sqrt(max(0.0, squares)) / max(1, len(accuracy)),
+        "accuracy": accuracy,
+        "num_tasks": len(tasks),
+        "measured_on": f"{len(tasks)} tasks of {', '.join(sources)} at temperature {temperature:g}" if is_whole else "",
     }
 
 

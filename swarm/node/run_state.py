@@ -154,10 +154,20 @@ class _CommonGroups(_Part):
     waiting: list[_WaitingGroup] = []
 
 
+class _HeldOut(_Part):
+    measured_on: str
+    reward: float
+    error: float
+    best: float
+    best_error: Annotated[float, Field(alias="best error")]
+    best_round: Annotated[Count, Field(alias="best round")]
+
+
 class _Health(_Part):
     rows: list[Annotated[Scalars, AfterValidator(_numbers)]]
     quiet_rows: dict[str, Count]
     first: dict[str, list[float]] = {}
+    held_out: _HeldOut | None = None
 
 
 class _Reliability(_Part):

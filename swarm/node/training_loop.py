@@ -9,7 +9,7 @@ import logging
 import shlex
 from collections.abc import Callable
 
-from swarm.adapters.checkpoint import CheckpointStore, CheckpointWriter
+from swarm.adapters.checkpoint import BestRound, CheckpointStore, CheckpointWriter
 from swarm.config import Config
 from swarm.errors import CheckpointError
 from swarm.machine.node_folder import NodeFolder
@@ -61,8 +61,10 @@ class TrainingRun:
         self._saved_at_s = watchdog.awake_s()
         self._save_s = 0.0
         """Time that training waited for the last checkpoint: for the write before it, and for its copy."""
-        store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
-        self._writer = CheckpointWriter(store, self._on_refusal)
+        self._saved_round: int | None = None
+        """Round of the checkpoint that was begun last."""
+        self._store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
+        self._writer = CheckpointWriter(self._store, self._on_refusal)
 
     def run(self) -> None:
         """Train until a setting ends it or a stop is asked for. Raises what ended it otherwise."""
@@ -117,7 +119,7 @@ class TrainingRun:
         if self._checkpoint_is_due():
             self._save()
         interval = self._config.evaluation.interval_rounds
-        if interval and learner.round % interval == 0:
+        if interval and learner.round % interval == 0 and not self._why_done():  # else the one at the end follows
             self._evaluate("interval")
             self._report.phase = "learning"
         self._rest(worked_s)
@@ -140,6 +142,7 @@ class TrainingRun:
             self._on_refusal(self.learner.round, error)
         else:
             self._writer.save(self.learner.round, tensors, state, on_saved)
+            self._saved_round = self.learner.round
         finally:
             self._saved_at_s = self._watchdog.awake_s()
             self._save_s = self._saved_at_s - began_s
@@ -150,6 +153,7 @@ class TrainingRun:
         self._writer.finish_earlier()
         self.learner.save(self._writer)
         self._writer.finish()
+        self._saved_round = self.learner.round
 
     def _on_refusal(self, round: int, error: CheckpointError) -> None:
         self._report.count_failed_step()
@@ -202,7 +206,19 @@ class TrainingRun:
         if self._config.evaluation.tasks_per_source:
             self._report.phase = "evaluating"
             self._begin("an evaluation", max(_FIRST_LIMIT_S, self._round_limit_s()))
-            self._report.record(self.learner.evaluate(phase))
+            row = self.learner.evaluate(phase)
+            self._report.record(row)
+            if self.learner.round and row["measured_on"]:
+                self._keep_if_best(BestRound(self.learner.round, row["accuracy_mean"], row["measured_on"]))
+
+    def _keep_if_best(self, now: BestRound) -> None:
+        """Keep the checkpoint of this round if none did better in such an evaluation."""
+        best = self._store.best()
+        if best is not None and best.measured_on == now.measured_on and best.reward > now.reward:
+            return
+        if self._saved_round != now.round:
+            self._save()
+        self._writer.mark_best(now)
 
     def _rest(self, worked_s: float) -> None:
         duty = self._config.node.duty_cycle

@@ -97,11 +97,12 @@ def last_words(folder: Path, max_rounds: int | None = None) -> list[str]:
     rewards, place = history.rewards, shlex.quote(str(folder))
     window = min(SMOOTHING_ROUNDS, max(1, len(rewards) // 2))
     start, end = history.accuracy("start"), history.accuracy("end", "interval")
-    row = history.last_round
+    row, best = history.last_round, _better_than(end, history.evaluations)
     learned = [
         f"  sampled answers   reward {_spread(rewards[:window])} → {_spread(rewards[-window:])}, in the first and the last "
         f"{window} of {len(rewards)} rounds",
         f"  held-out tasks    reward {_with_error(start)} → {_with_error(end)}" if start and end else "",
+        f"  did best          {_with_error(best)} after round {best['round']}: --best takes that one" if best else "",
         f"  trained on        {row.get('train/own_groups_total', 0)} own groups and "
         f"{row.get('train/swarm_groups_total', 0)} of others",
     ]
@@ -112,6 +113,13 @@ def last_words(folder: Path, max_rounds: int | None = None) -> list[str]:
         f"  measure           swarm eval --dir {place}",
         f"  take it out       swarm export OUT --dir {place}",
     ]
+
+
+def _better_than(end: MetricsRow | None, evaluations: Sequence[MetricsRow]) -> MetricsRow | None:
+    """The best earlier evaluation of a checkpoint on as many tasks, where it found more than the last one."""
+    trained = [row for row in evaluations if row["round"] and end and row["num_tasks"] == end["num_tasks"]]
+    best = max(trained, key=lambda row: row["accuracy_mean"], default=None)
+    return best if best and end and best["accuracy_mean"] > end["accuracy_mean"] else None
 
 
 def _spread(rewards: Sequence[float]) -> str:

@@ -174,14 +174,13 @@ class TaskCursor:
         return tasks
 
     def state(self) -> dict[str, Any]:
-        version, internal, gauss = self._rng.getstate()
         return {
             "seed": self._seed,
             "next_index": dict(self._next_index),
             "beacon": self._beacon.hex(),
             "common": {"seed": self._common_seed, "next_index": self._next_common, "due": self._common_due},
             "consecutive_failures": dict(self._consecutive),
-            "rng": [version, list(internal), gauss],
+            "rng": rng_state(self._rng),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -193,8 +192,7 @@ class TaskCursor:
         self._common_seed, self._next_common = common["seed"], common["next_index"]
         self._common_due = common["due"]
         self._consecutive = Counter(state["consecutive_failures"])
-        version, internal, gauss = state["rng"]
-        self._rng.setstate((version, tuple(internal), gauss))
+        restore_rng(self._rng, state["rng"])
 
     def _next_of(self, name: str) -> Task:
         """The next task of a source that is not held out. Raises TaskFailure."""
@@ -251,3 +249,14 @@ class TaskCursor:
         logger.warning("skipped a task: %s", failure)
         if self._consecutive[name] == MAX_CONSECUTIVE_FAILURES:
             logger.error("task source %s is left out after %d failures in a row", name, MAX_CONSECUTIVE_FAILURES)
+
+
+def rng_state(rng: random.Random) -> list[Any]:
+    """The state of a generator as JSON returns it, for `restore_rng`."""
+    version, words, gauss = rng.getstate()
+    return [version, list(words), gauss]
+
+
+def restore_rng(rng: random.Random, state: Sequence[Any]) -> None:
+    version, words, gauss = state
+    rng.setstate((version, tuple(words), gauss))

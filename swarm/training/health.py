@@ -2,7 +2,8 @@
 
     row of a round ─▶ window of 48 rows ─▶ one check per problem ─▶ text: what is seen, what it means, what to change
 
-A check compares the newest 8 rows with the older ones. A problem is logged once, and again only after 8 rows without it.
+A check compares the newest 8 rows with the older ones, or the newest evaluation with the best one. A problem is logged once,
+and again only after 8 rows without it.
 """
 
 import logging
@@ -27,6 +28,9 @@ COLUMNS = (
 _AT_START = {"rollout/reward_mean": 8, "train/entropy": 1}
 """{column: number of its first values in the run}, whose mean stays in every row of the window as "COLUMN at the start"."""
 
+_HELD_OUT = ("reward", "error", "best", "best error", "best round")
+"""What is known of the newest evaluation and of the best one before; in every row of the window as "held out NAME"."""
+
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -41,6 +45,19 @@ class HealthWatch:
         """{check: text} after the newest row."""
         self._first: dict[str, list[float]] = {name: [] for name in _AT_START}
         """First values of the run, by column."""
+        self._held_out: dict[str, Any] = {}
+        """`_HELD_OUT`, and what it was `measured_on`."""
+
+    def evaluated(self, evaluation: Mapping[str, Any]) -> None:
+        """Take in an evaluation on held-out tasks (`evaluation_row`), which the next rows are checked with."""
+        now, before = evaluation, self._held_out
+        if not now["measured_on"]:
+            return
+        best = {"best": now["accuracy_mean"], "best error": now["accuracy_error"], "best round": now["round"]}
+        if before.get("measured_on") == now["measured_on"] and before["best"] > now["accuracy_mean"]:
+            best = {name: before[name] for name in best}
+        newest = {"reward": now["accuracy_mean"], "error": now["accuracy_error"], "measured_on": now["measured_on"]}
+        self._held_out = newest | best
 
     def observe(self, row: Mapping[str, Any]) -> list[str]:
         """Warnings that hold after this round's row; those of a new episode are logged."""
@@ -57,6 +74,7 @@ class HealthWatch:
             if len(first) < _AT_START[name] and value is not None and math.isfinite(value):
                 first.append(value)
             kept[f"{name} at the start"] = fmean(first) if len(first) == _AT_START[name] else None
+        kept |= {f"held out {name}": self._held_out.get(name) for name in _HELD_OUT}
         self._rows.append(kept)
         found = {name: text for name, check in CHECKS.items() if (text := check(self._rows))}
         begun = [name for name in found if name not in self._quiet_rows]
@@ -71,14 +89,20 @@ class HealthWatch:
             "rows": list(self._rows),
             "quiet_rows": dict(self._quiet_rows),
             "first": {name: list(values) for name, values in self._first.items()},
+            "held_out": dict(self._held_out) or None,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        columns = (*COLUMNS, *(f"{name} at the start" for name in _AT_START))
+        columns = (
+            *COLUMNS,
+            *(f"{name} at the start" for name in _AT_START),
+            *(f"held out {name}" for name in _HELD_OUT),
+        )
         self._rows = deque(({name: row.get(name) for name in columns} for row in state["rows"]), maxlen=_WINDOW_ROWS)
         self._quiet_rows = dict(state["quiet_rows"])
         first = state.get("first", {})  # not in what 0.1.0 wrote
         self._first = {name: list(first.get(name, ())) for name in _AT_START}
+        self._held_out = dict(state.get("held_out") or {})
 
 
 def entropy_collapse(rows: Rows) -> str:
@@ -111,7 +135,7 @@ def entropy_growth(rows: Rows) -> str:
     return (
         f"entropy is {median(recent):.2g} nats per token, {at_start:.2g} at the start, and reward has not risen: answers become "
         "random, and reward is lost within a few rounds; lower training.lr or training.inner_epochs, or set "
-        "training.kl_coef = 0.01, and go back to an earlier checkpoint"
+        "training.kl_coef = 0.01, and go back to the best checkpoint (swarm run --from-best)"
     )
 
 
@@ -166,7 +190,26 @@ def reward_falling(rows: Rows) -> str:
         return ""
     return (
         f"mean reward fell from {fmean(older):.2g} to {fmean(recent):.2g}: the latest steps do harm; lower training.lr, "
-        "and go back to an earlier checkpoint if it does not recover"
+        "and go back to the best checkpoint (swarm run --from-best) if it does not recover"
+    )
+
+
+def held_out_falling(rows: Rows) -> str:
+    """Reward on held-out tasks is below the best of earlier evaluations by more than .05 and three standard errors.
+
+    The best of many is partly chance, for which the third standard error stands. Sampled reward may rise meanwhile, where tasks
+    that are easy to the policy are chosen more often.
+    """
+    known = {name: value for name in _HELD_OUT if (value := rows[-1].get(f"held out {name}")) is not None}
+    if len(known) < len(_HELD_OUT):
+        return ""
+    now, error, best, best_error, best_round = (known[name] for name in _HELD_OUT)
+    if best - now <= max(0.05, 3 * math.hypot(error, best_error)):
+        return ""
+    go_back = "go back to that round (swarm run --from-best)" if best_round else "start again (swarm run --fresh)"
+    return (
+        f"reward on held-out tasks is {now:.2g} at the newest evaluation, after {best:.2g} at round {best_round}: the policy has "
+        f"unlearned what it could do; lower training.lr, and {go_back}"
     )
 
 
@@ -218,8 +261,8 @@ def engine_differs(rows: Rows) -> str:
 CHECKS: dict[str, Callable[[Rows], str]] = {
     check.__name__: check
     for check in (
-        entropy_collapse, entropy_growth, few_effective_answers, kl_runaway, grad_norm_spike, reward_falling, many_clipped,
-        steps_not_applied, failing_tasks, engine_differs,
+        entropy_collapse, entropy_growth, few_effective_answers, kl_runaway, grad_norm_spike, reward_falling, held_out_falling,
+        many_clipped, steps_not_applied, failing_tasks, engine_differs,
     )
 }  # fmt: skip
 """Each check returns the warning's text, or an empty one."""

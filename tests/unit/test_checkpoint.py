@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from swarm.adapters import checkpoint as checkpoint_module
-from swarm.adapters.checkpoint import CheckpointStore, CheckpointWriter
+from swarm.adapters.checkpoint import BestRound, CheckpointStore, CheckpointWriter
 from swarm.errors import CheckpointError
 
 
@@ -63,6 +63,53 @@ def test_the_newest_k_are_kept(store: CheckpointStore, tmp_path: Path):
     for round_number in (5, 10, 15, 100):
         store.save(round_number, tensors(round_number), {})
     assert names(tmp_path / "checkpoints") == ["round-000010", "round-000015", "round-000100"]
+
+
+def test_the_best_is_kept_until_another_is(store: CheckpointStore, tmp_path: Path):
+    with pytest.raises(CheckpointError, match="marked as the best, got none"):
+        store.load_best()
+    for round_number in range(1, 9):
+        store.save(round_number, tensors(round_number), {})
+        if round_number in (2, 4):
+            store.mark_best(BestRound(round_number, 0.5, "tasks"))
+    assert names(tmp_path / "checkpoints") == ["best.json", *(f"round-00000{n}" for n in (4, 6, 7, 8))]
+    assert store.best() == BestRound(4, 0.5, "tasks") and store.load_best().round == 4
+    newest = store.load_newest()
+    assert newest is not None and newest.round == 8
+
+
+def test_a_run_goes_back_to_its_best_and_loses_nothing(store: CheckpointStore, tmp_path: Path):
+    for round_number in range(1, 5):
+        store.save(round_number, tensors(round_number), {})
+    store.mark_best(BestRound(2, 0.5, "tasks"))
+    assert store.go_back_to_best().round == 2 and store.newest_round() == 2
+    store.save(3, tensors(30.0), {})
+    assert names(tmp_path / "checkpoints") == [
+        "aside-round-000003", "aside-round-000004", "best.json", "round-000002", "round-000003",
+    ]  # fmt: skip
+
+
+def test_a_best_one_that_is_gone_damaged_or_misnamed_is_an_error_and_ends_no_run(store: CheckpointStore):
+    for round_number in (1, 2):
+        store.save(round_number, tensors(round_number), {})
+    store.mark_best(BestRound(2, 0.5, "tasks"))
+    best = store.load_best().path
+    (best / "state.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="must be intact"):
+        store.go_back_to_best()
+    assert best.is_dir(), "nothing was set aside"
+    shutil.rmtree(best)
+    assert store.best() is None
+    for damaged in (
+        '{"round": 1}',
+        "[]",
+        "nonsense",
+        '{"round": "x", "reward": 1, "measured_on": ""}',
+        '{"round": 1e999, "reward": 1, "measured_on": ""}',
+    ):
+        (best.parent / "best.json").write_text(damaged)
+        assert store.best() is None
+        store.save(3, tensors(3.0), {})
 
 
 @pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
@@ -225,6 +272,25 @@ class Failures(list[str]):
         self.append(f"{round}: {error}")
 
 
+def test_a_mark_waits_for_its_checkpoint_and_falls_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store, failures = SlowStore(tmp_path), Failures()
+    with CheckpointWriter(store, failures.note) as writer:
+        writer.save(1, tensors(1.0), {})
+        writer.mark_best(BestRound(1, 0.5, "tasks"))
+        assert store.has_begun.wait(10) and store.best() is None
+        store.may_go_on.set()
+    assert store.best() == BestRound(1, 0.5, "tasks") and failures == []
+    monkeypatch.setattr(checkpoint_module, "sync_folder", _full_disk)
+    with pytest.raises(CheckpointError, match="No space left"), CheckpointWriter(store, failures.note) as writer:
+        writer.save(2, tensors(2.0), {})
+        writer.mark_best(BestRound(2, 0.6, "tasks"))
+    assert store.best() == BestRound(1, 0.5, "tasks") and len(failures) == 1
+
+
+def _full_disk(folder: Path) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_nobody_waits_for_a_checkpoint_but_the_next_one_and_the_end(tmp_path: Path):
     store, failures, saved = SlowStore(tmp_path), Failures(), list[int]()
     with CheckpointWriter(store, failures.note) as writer:
@@ -285,7 +351,7 @@ def test_a_bug_in_what_is_saved_ends_training_and_is_not_passed_over(tmp_path: P
 SAVES_FOR_EVER = """
 import sys, torch
 from pathlib import Path
-from swarm.adapters.checkpoint import CheckpointStore, CheckpointWriter
+from swarm.adapters.checkpoint import BestRound, CheckpointStore, CheckpointWriter
 with CheckpointWriter(CheckpointStore(Path(sys.argv[1]), 2), print) as writer:
     for round in range(1, 100_000):
         named = {"a": torch.full((64, 64), float(round))}

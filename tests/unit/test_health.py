@@ -58,8 +58,40 @@ SICK: dict[str, dict[str, Any]] = {
 }
 
 
+def evaluation(reward: float, round: int, error: float = 0.03, measured_on: str = "64 tasks of sums") -> dict[str, Any]:
+    return {"accuracy_mean": reward, "accuracy_error": error, "round": round, "measured_on": measured_on}
+
+
 def test_every_check_has_a_case():
-    assert set(SICK) == set(CHECKS)
+    assert set(SICK) | {"held_out_falling"} == set(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "told_of"),
+    [
+        ([evaluation(0.6, 0), evaluation(0.48, 50)], ""),  # within three standard errors of the difference: .127
+        ([evaluation(0.6, 0), evaluation(0.47, 50)], "0.47 at the newest evaluation, after 0.6 at round 0"),
+        ([evaluation(0.6, 0, 0.001), evaluation(0.551, 50, 0.001)], ""),  # .05 at least
+        ([evaluation(0.6, 0, 0.001), evaluation(0.549, 50, 0.001)], "after 0.6 at round 0"),
+        ([evaluation(0.3, 0), evaluation(0.6, 50), evaluation(0.4, 100)], "after 0.6 at round 50"),
+        (
+            [evaluation(0.3, 0), evaluation(0.6, 50), evaluation(0.4, 100), evaluation(0.55, 150)],
+            "",
+        ),  # it has come back
+        ([evaluation(0.6, 0), evaluation(0.3, 50, measured_on="64 tasks of products")], ""),  # of other tasks
+        ([evaluation(0.6, 0), evaluation(0.3, 50, measured_on="")], ""),  # a source could not be scored
+        ([], ""),
+    ],
+)
+def test_held_out_reward_below_the_best_is_told(evaluations: list[dict[str, Any]], told_of: str):
+    watch = HealthWatch()
+    for found in evaluations:
+        watch.evaluated(found)
+    again = HealthWatch()
+    again.restore(json.loads(json.dumps(watch.state())))
+    for one in (watch, again):
+        texts = one.observe(HEALTHY)
+        assert len(texts) == bool(told_of) and all(told_of in text and "training.lr" in text for text in texts)
 
 
 @pytest.mark.parametrize("name", sorted(SICK))

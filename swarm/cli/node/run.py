@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Lets `--section.key value` through to `load_config`."""
-_OPTIONS = ("--fresh", "--resume", "--dry-run", "--gpus", "--supervised", "--end-when-stuck")
+_OPTIONS = ("--fresh", "--resume", "--from-best", "--dry-run", "--gpus", "--supervised", "--end-when-stuck")
 GPUS_HELP = "One node on each GPU: all, or numbers such as 0,2. Folders, identities and ports are made for each."
 
 
@@ -29,6 +29,11 @@ def run(
         False,
         "--fresh/--resume",
         help="Start a new run; the earlier run is moved aside. Default: resume the earlier run.",
+    ),
+    from_best: bool = typer.Option(
+        False,
+        "--from-best",
+        help="Resume from the checkpoint that did best on held-out tasks; later ones are set aside.",
     ),
     dry_run: bool = typer.Option(
         False,
@@ -58,6 +63,7 @@ def run(
     Examples:
       swarm run node_configs/laptop-cpu.toml --node.max_rounds 100
       swarm run runs/mine/config.toml --node.max_rounds 200   # 100 more
+      swarm run runs/mine/config.toml --from-best --training.lr 1e-5
       swarm run runs/mine/node.toml --training.lr 1e-5 --dry-run
       swarm run node_configs/gpu-24gb.toml --gpus all
 
@@ -69,6 +75,9 @@ def run(
     layers = given_layers(config or [], _OPTIONS)
     resolved, origin = resolve(layers), origin_in(layers)
     _check_home(resolved.node.dir, origin(["node", "dir"]) or "")
+    if from_best and (fresh or gpus is not None):
+        other = "--fresh" if fresh else "--gpus"
+        raise ConfigError(f"--from-best is for the run of one node, got {other} beside it; leave one out")
     if gpus is not None:
         if end_when_stuck:
             raise ConfigError(
@@ -83,9 +92,10 @@ def run(
             _show_prompts(fitted)
         return
     if supervised:
-        raise typer.Exit(_supervise(config or [], fresh=fresh))
+        first = [flag for flag, is_given in (("--fresh", fresh), ("--from-best", from_best)) if is_given]
+        raise typer.Exit(_supervise(config or [], first))
     prepare_imports(resolved)
-    run_to_the_end(resolved, origin, fresh=fresh, end_when_stuck=end_when_stuck)
+    run_to_the_end(resolved, origin, fresh=fresh, from_best=from_best, end_when_stuck=end_when_stuck)
 
 
 def _check_home(folder: Path, source: str) -> None:
@@ -99,13 +109,15 @@ def _check_home(folder: Path, source: str) -> None:
         )
 
 
-def run_to_the_end(config: "Config", origin: "Origin", *, fresh: bool, end_when_stuck: bool) -> None:
+def run_to_the_end(
+    config: "Config", origin: "Origin", *, fresh: bool, from_best: bool = False, end_when_stuck: bool
+) -> None:
     """Run a node in this process, and print what it has learned. Raises SwarmError."""
     from swarm.cli.swarm.passphrase import unlock
     from swarm.node.process import run_node
     from swarm.report.summary import last_words
 
-    run_node(config, origin, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
+    run_node(config, origin, fresh=fresh, from_best=from_best, unlock=unlock, end_when_stuck=end_when_stuck)
     for line in last_words(config.node.dir, config.node.max_rounds):
         print(line)
 
@@ -174,8 +186,11 @@ def _show_prompts(config: "Config") -> None:
     show_prompts(config, folder, sys.stderr)
 
 
-def _supervise(config: list[str], *, fresh: bool) -> int:
-    """The exit code to end with. An identity that is locked needs its passphrase in a file or in the environment."""
+def _supervise(config: list[str], first: list[str]) -> int:
+    """The exit code to end with. `first`: further arguments of the first start.
+
+    An identity that is locked needs its passphrase in a file or in the environment.
+    """
     import random
 
     from swarm.node.supervisor import BackOff, Supervisor
@@ -185,4 +200,4 @@ def _supervise(config: list[str], *, fresh: bool) -> int:
         print(f"{time.strftime('%H:%M:%S')}{SUPERVISOR}{line}", file=sys.stderr, flush=True)
 
     command = swarm_command("run", *config, "--end-when-stuck")
-    return Supervisor(command, BackOff(), random.Random(), say).run(["--fresh"] if fresh else [])
+    return Supervisor(command, BackOff(), random.Random(), say).run(first)

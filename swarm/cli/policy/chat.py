@@ -11,7 +11,7 @@ import typer
 
 from swarm.cli.arguments import load_config
 from swarm.cli.policy.sample import KEPT
-from swarm.cli.policy.saved_policy import config_arguments, load_saved_policy
+from swarm.cli.policy.saved_policy import BEST, config_arguments, load_saved_policy
 from swarm.errors import ConfigError, SwarmError
 from swarm.observability.plain_text import plain
 
@@ -51,6 +51,7 @@ def chat(
     folder: Path = typer.Argument(Path("runs/node"), metavar="[DIR]", help="A node's folder."),
     system: str = typer.Option("", help="System prompt. Default: that of the node's tasks, if all have the same."),
     compare: bool = typer.Option(False, "--compare", help="Answer with the base, too, beside the policy."),
+    best: bool = typer.Option(False, "--best", help=BEST),
     base: bool = typer.Option(False, "--base", help="Answer with the base alone, without its adapter."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 takes the likeliest token each time."),
     top_p: float = typer.Option(1.0, min=0.01, max=1.0, help="Only the likeliest tokens of this probability together."),
@@ -76,7 +77,7 @@ def chat(
     if compare and base:
         raise ConfigError("there must be --compare or --base, got both; leave one out")
     config = load_config(config_arguments(None, folder))
-    policy, round = load_saved_policy(config, base_only=base)
+    policy, round = load_saved_policy(config, base_only=base, best=best)
     import asyncio
 
     from swarm.serving.served_policy import ServedPolicy

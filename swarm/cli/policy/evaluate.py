@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
-from swarm.cli.policy.saved_policy import config_arguments, load_saved_policy
+from swarm.cli.policy.saved_policy import BEST, config_arguments, load_saved_policy
 from swarm.errors import ConfigError, TaskError
 from swarm.observability.plain_text import plain
 
@@ -21,7 +21,18 @@ if TYPE_CHECKING:
 Scores = Mapping[str, "SourceScore"]
 """By task source; all of them together as `ALL`."""
 ALL = "all sources"
-_OPTIONS = ("--dir", "--tasks", "--temperature", "--base", "--json", "--k", "--samples", "--pass-at", "--compare")
+_OPTIONS = (
+    "--dir",
+    "--tasks",
+    "--temperature",
+    "--base",
+    "--best",
+    "--json",
+    "--k",
+    "--samples",
+    "--pass-at",
+    "--compare",
+)
 _BATCHES = 2
 """Tasks are sampled in portions of so many full batches, between which the progress is shown."""
 
@@ -37,6 +48,7 @@ def evaluate(
     threshold: float = typer.Option(1.0, "--pass-at", min=0.0, max=1.0, help="Reward from which an answer is right."),
     temperature: float = typer.Option(None, min=0.0, help="Default: 0, greedy; with several answers per task 1."),
     compare: bool = typer.Option(False, "--compare", help="Evaluate the base, too, beside the policy."),
+    best: bool = typer.Option(False, "--best", help=BEST),
     base: bool = typer.Option(False, "--base", help="Evaluate the base alone, without its adapter."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
@@ -66,7 +78,7 @@ def evaluate(
     from swarm.rollouts.worker import RolloutWorker
     from swarm.tasks.task_mixture import TaskMixture
 
-    policy, trained_round = load_saved_policy(resolved, base_only=base)
+    policy, trained_round = load_saved_policy(resolved, base_only=base, best=best)
     resolved = fitted_to_base(resolved)
     held_out = TaskMixture(resolved.tasks).held_out(tasks)
     worker = RolloutWorker(resolved.rollouts, policy, make_engine(policy, resolved.rollouts), author="")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
-from swarm.cli.policy.saved_policy import config_arguments, load_saved_policy
+from swarm.cli.policy.saved_policy import BEST, config_arguments, load_saved_policy
 from swarm.errors import ConfigError, NetworkError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Form(StrEnum):
 
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_OPTIONS = ("--dir", "--format", "--push", "--public")
+_OPTIONS = ("--dir", "--best", "--format", "--push", "--public")
 _WRITTEN = {
     Form.adapter: ("adapter_config.json", "adapter_model.safetensors"),
     Form.merged: ("model",),
@@ -49,6 +49,7 @@ def export(
         help="merged: a model for AutoModelForCausalLM. adapter: LoRA weights for peft. gguf: a file for llama.cpp, and a "
         "Modelfile for Ollama.",
     ),
+    best: bool = typer.Option(False, "--best", help=BEST),
     push: str = typer.Option(
         None,
         "--push",
@@ -69,6 +70,7 @@ def export(
 
     Examples:
       swarm export out --dir runs/mine
+      swarm export out --dir runs/mine --best
       swarm export out --dir runs/mine --format gguf && ollama create mine -f out/Modelfile
       swarm export out --dir runs/mine --format adapter --push me/adapter
 
@@ -88,7 +90,7 @@ def export(
 
     check_new_folder(out)
     repository = _repository(resolved, push, form, public=public) if push is not None else None
-    policy, trained_rounds = load_saved_policy(resolved)
+    policy, trained_rounds = load_saved_policy(resolved, best=best)
     base = published_base(resolved.policy.base, resolved.policy.revision, policy.base_folder)
     licence = licence_in(policy.base_folder)
     if licence is None and repository is not None and "/" in base.name:

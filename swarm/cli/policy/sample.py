@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config, prepare_imports
-from swarm.cli.policy.saved_policy import config_arguments, load_saved_policy
+from swarm.cli.policy.saved_policy import BEST, config_arguments, load_saved_policy
 from swarm.errors import ConfigError
 from swarm.observability.plain_text import plain
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from swarm.rollouts.worker import RolloutBatch
     from swarm.types import Task
 
-_OPTIONS = ("--dir", "--prompt", "--tasks", "--num", "--temperature", "--seed", "--base", "--show-prompt")
+_OPTIONS = ("--dir", "--prompt", "--tasks", "--num", "--temperature", "--seed", "--base", "--best", "--show-prompt")
 KEPT = "\n\t"
 """Of a text's control characters, on a terminal."""
 
@@ -37,6 +37,7 @@ def sample(
     num: int = typer.Option(1, min=1, help="Answers per prompt."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 decodes greedily."),
     seed: int = typer.Option(0, min=0, help="The same seed gives the same answers."),
+    best: bool = typer.Option(False, "--best", help=BEST),
     base: bool = typer.Option(False, "--base", help="Sample from the base without its adapter."),
     show_prompt: bool = typer.Option(
         False, "--show-prompt", help="Print one prompt of every task source as the policy reads it, first or alone."
@@ -73,7 +74,7 @@ def sample(
 
     if prompt and tasks:
         raise ConfigError("there must be --prompt or --tasks, got both; leave one out")
-    policy, _ = load_saved_policy(resolved, base_only=base)
+    policy, _ = load_saved_policy(resolved, base_only=base, best=best)
     resolved = fitted_to_base(resolved)
     max_new_tokens = resolved.rollouts.max_new_tokens
     engine = make_engine(policy, resolved.rollouts)

@@ -1,4 +1,4 @@
-"""The policy that `swarm eval`, `sample` and `export` are asked for."""
+"""The policy that `swarm eval`, `sample`, `chat`, `serve` and `export` are asked for."""
 
 import sys
 from pathlib import Path
@@ -12,13 +12,19 @@ if TYPE_CHECKING:
     from swarm.policy.policy import Policy
 
 
-def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Policy", int | None]:
+BEST = "Use the checkpoint that did best on held-out tasks in place of the newest one."
+"""Help of `--best`."""
+
+
+def load_saved_policy(config: "Config", *, base_only: bool = False, best: bool = False) -> tuple["Policy", int | None]:
     """As `swarm.api.saved_policy.load`, in a process that loads this policy and no other; it is said on stderr."""
+    if base_only and best:
+        raise ConfigError("there must be --best or --base, got both; leave one out")
     prepare_imports(config)
     from swarm.api.saved_policy import load
 
     print(f"loading policy {config.policy.base} …", file=sys.stderr)
-    return load(config, base_only=base_only)
+    return load(config, base_only=base_only, best=best)
 
 
 def config_arguments(config: list[str] | None, folder: Path | None) -> list[str]:

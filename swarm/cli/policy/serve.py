@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarm.cli.arguments import load_config, told_by_flags
-from swarm.cli.policy.saved_policy import config_arguments, load_saved_policy
+from swarm.cli.policy.saved_policy import BEST, config_arguments, load_saved_policy
+from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
@@ -28,6 +29,7 @@ def serve(
     folder: Path = typer.Argument(Path("runs/node"), metavar="[DIR]", help="A node's folder."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on. All but loopback needs a token."),
     port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0: a free port."),
+    best: bool = typer.Option(False, "--best", help=BEST),
     base: bool = typer.Option(False, "--base", help="Serve the base without its adapter, too, as NAME-base."),
     reload: bool = typer.Option(False, "--reload", help="Take newer checkpoints as the node writes them."),
     with_token: bool = typer.Option(False, "--token", help="Ask for the token on loopback, too."),
@@ -52,11 +54,13 @@ def serve(
 
     Exit codes: 0 done, 3 configuration, 5 policy, 8 no checkpoint, 10 memory.
     """
+    if best and reload:
+        raise ConfigError("--reload takes the newest checkpoints, so it goes without --best; leave one out")
     config = load_config(config_arguments(None, folder))
     token = _make_token(folder) if with_token or not _is_loopback(host) else ""
     pages: list[BaseRoute] = []
     server = _bound({"http_host": host, "http_port": port, "http_names": name or []}, pages, token)
-    policy, round = load_saved_policy(config)
+    policy, round = load_saved_policy(config, best=best)
     assert round is not None, "only a base has none"
     import asyncio
 
