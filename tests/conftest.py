@@ -1,6 +1,7 @@
 """Leaves out what this machine cannot run, and says so."""
 
 import os
+import signal
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,10 @@ settings.load_profile("swarm")
 
 # Prepared data sets go here, in this process and in those that it starts, and not into the cache of whoever runs the tests.
 os.environ["HF_ASSETS_CACHE"] = str(Path(tempfile.gettempdir()) / f"swarm-tests-{os.getuid()}")
+
+# Shells start what runs in the background with SIGINT ignored, and so would all processes that the tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

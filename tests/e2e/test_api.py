@@ -116,12 +116,18 @@ def wait_for_round(folder: Path, number: int, is_alive: Any) -> None:
 def test_a_script_that_is_interrupted_goes_on_when_it_runs_again(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT.replace("ROUNDS", "100000"))
     first = subprocess.Popen([sys.executable, "mine.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    wait_for_round(tmp_path, 2, lambda: first.poll() is None)
-    family = psutil.Process(first.pid).children(recursive=True)
-    first.send_signal(signal.SIGINT)
-    _, said = first.communicate(timeout=40)
-    assert first.returncode == -signal.SIGINT and said.rstrip().endswith("KeyboardInterrupt")
-    assert psutil.wait_procs(family, timeout=5)[1] == []
+    family: list[psutil.Process] = []
+    try:
+        wait_for_round(tmp_path, 2, lambda: first.poll() is None)
+        family = psutil.Process(first.pid).children(recursive=True)
+        first.send_signal(signal.SIGINT)
+        _, said = first.communicate(timeout=40)
+        assert first.returncode == -signal.SIGINT and said.rstrip().endswith("KeyboardInterrupt")
+        assert psutil.wait_procs(family, timeout=5)[1] == []
+    finally:
+        first.kill()
+        for left in psutil.wait_procs(family, timeout=0)[1]:
+            left.kill()
     done = last_round(tmp_path)
     (tmp_path / "mine.py").write_text(SCRIPT.replace("ROUNDS", str(done + 2)))
     again = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
