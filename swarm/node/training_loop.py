@@ -213,12 +213,14 @@ class TrainingRun:
 
     def _keep_if_best(self, now: BestRound) -> None:
         """Keep the checkpoint of this round if none did better in such an evaluation."""
+        self._writer.finish_earlier()  # it may mark one
         best = self._store.best()
         if best is not None and best.measured_on == now.measured_on and best.reward > now.reward:
             return
         if self._saved_round != now.round:
             self._save()
-        self._writer.mark_best(now)
+        if self._saved_round == now.round:  # else the disk refused, or stages did not give their state
+            self._writer.mark_best(now)
 
     def _rest(self, worked_s: float) -> None:
         duty = self._config.node.duty_cycle
