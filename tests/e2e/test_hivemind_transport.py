@@ -470,7 +470,7 @@ async def test_start_names_the_cause_of_failure_and_leaves_nothing_behind(tmp_pa
             ("/ip4/192.0.2.1/tcp/4001", "cannot assign requested address"),
             ("/ip4/192.0.2.1/tcp/0", "failed to listen on any addresses"),
         ]:
-            node = make_node(tmp_path / cause[:6], listen=(listen,), startup_timeout_s=0.7)
+            node = make_node(tmp_path / cause[:6], listen=(listen,), startup_timeout_s=2.0)
             with pytest.raises(NetworkError, match=cause):
                 await node.start()
     assert psutil.Process().children() == children

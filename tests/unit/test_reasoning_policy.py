@@ -93,7 +93,6 @@ def test_the_recorded_abilities_are_those_of_the_weights(report: dict[str, Any],
 
 def test_the_recipe_gives_the_same_policy_for_the_same_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe, "COURSE", replace(recipe.COURSE, max_answer_tokens=2))
-    monkeypatch.setattr(recipe, "_TEXTS_PER_SOURCE", 100)
     sizes = ["--learn-steps", "1", "--blur-steps", "1", "--examples", "8", "--measured-tasks", "1", "--batch-size", "4"]
     for name, seed in (("first", "3"), ("second", "3"), ("other", "4")):
         recipe.main(["--out", str(tmp_path / name), "--seed", seed, *sizes])
