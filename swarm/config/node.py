@@ -70,8 +70,8 @@ class EvaluationSection(Section):
     """Tasks per source in one evaluation, or answers where a source has few tasks. 0: no evaluation. Unless set, 64 in all, and 4
     to 32 per source, if policy.base is not bundled."""
     interval_rounds: Annotated[int, Field(ge=0)] = 50
-    """Rounds between two evaluations, which tell what was learned or lost and which checkpoint is the best. 0: only at the start
-    and at the end."""
+    """Rounds between two evaluations, which tell what was learned or lost and which checkpoint is the best. Each costs what its
+    answers cost to sample, which is much beside very small rounds. 0: only at the start and at the end."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature of evaluations. 1: measures the policy as it is trained. 0: greedy decoding."""
 

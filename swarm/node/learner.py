@@ -32,7 +32,7 @@ from swarm.node.round_metrics import (
     hinted_row,
     pruning_row,
     rollout_row,
-)  # fmt: skip
+)
 from swarm.node.run_state import check_run_state
 from swarm.observability.plain_text import counted
 from swarm.observability.tracing import traced

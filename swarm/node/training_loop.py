@@ -215,7 +215,8 @@ class TrainingRun:
         """Keep the checkpoint of this round if none did better in such an evaluation."""
         self._writer.finish_earlier()  # it may mark one
         best = self._store.best()
-        if best is not None and best.measured_on == now.measured_on and best.reward > now.reward:
+        is_earlier = best is not None and best.round != now.round  # else the final merge has changed what was marked
+        if best and is_earlier and best.measured_on == now.measured_on and best.reward > now.reward:
             return
         if self._saved_round != now.round:
             self._save()

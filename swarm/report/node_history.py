@@ -27,7 +27,9 @@ _KEPT = (
     "merge/drift", "merge/lag_steps", "merge/last_step_s",
 )  # fmt: skip
 """Numbers and names that are kept of every round; of the last one all is kept."""
-_KEPT_OF_EVALUATION = ("round", "phase", "accuracy_mean", "accuracy", "num_tasks")
+_KEPT_OF_EVALUATION = ("round", "phase", "accuracy_mean", "accuracy")
+_NOT_IN_OLDER_ROWS: MetricsRow = {"num_tasks": 0, "measured_on": ""}
+"""What is kept of an evaluation besides, and what stands for it in the rows of older versions."""
 
 _COUNTERS = (
     "exchange/bytes_sent",
@@ -146,7 +148,8 @@ class NodeHistory:
             for earlier in rows[-1:]:  # only the last one tells of each source
                 earlier.pop("accuracy", None)
             rows.append(
-                {"num_tasks": 0} | {key: row[key] for key in _KEPT_OF_EVALUATION if key in row or key != "num_tasks"}
+                {key: row[key] for key in _KEPT_OF_EVALUATION}
+                | {key: row.get(key, default) for key, default in _NOT_IN_OLDER_ROWS.items()}
             )
         elif kind == "round":
             self.end = None

@@ -116,10 +116,12 @@ def last_words(folder: Path, max_rounds: int | None = None) -> list[str]:
 
 
 def _better_than(end: MetricsRow | None, evaluations: Sequence[MetricsRow]) -> MetricsRow | None:
-    """The best earlier evaluation of a checkpoint on as many tasks, where it found more than the last one."""
-    trained = [row for row in evaluations if row["round"] and end and row["num_tasks"] == end["num_tasks"]]
-    best = max(trained, key=lambda row: row["accuracy_mean"], default=None)
-    return best if best and end and best["accuracy_mean"] > end["accuracy_mean"] else None
+    """The best earlier evaluation of a checkpoint on the same tasks, where it found more than the last one."""
+    if end is None or not end["measured_on"]:
+        return None
+    found = [row for row in evaluations if row["round"] and row["measured_on"] == end["measured_on"]]
+    best = max(found, key=lambda row: row["accuracy_mean"], default=end)
+    return best if best["accuracy_mean"] > end["accuracy_mean"] else None
 
 
 def _spread(rewards: Sequence[float]) -> str:

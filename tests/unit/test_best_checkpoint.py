@@ -109,3 +109,10 @@ def test_a_best_round_that_was_not_saved_takes_nothing_from_the_one_before(tmp_p
     learner = Scripted({2: (0.3, TASKS), 6: (0.6, TASKS)}, refused_at=6)
     best, names = kept(tmp_path / "n", learner, 9)
     assert best == BestRound(2, 0.3, TASKS) and names == ["round-000002", "round-000009"]
+
+
+def test_what_the_final_merge_made_of_a_marked_round_is_measured_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "n"
+    kept(folder, Scripted({2: (0.3, TASKS), 4: (0.6, TASKS)}), 4)
+    best, _ = kept(folder, Scripted({4: (0.5, TASKS)}, round=4), 4)
+    assert best == BestRound(4, 0.5, TASKS), "the round was saved again, and is no longer what had .6"

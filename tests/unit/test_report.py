@@ -210,6 +210,27 @@ def test_smoothing_is_the_mean_of_the_last_known_ones() -> None:
     assert smooth([1.0, 3.0, None, 5.0], 2) == [1.0, 2.0, None, 5.0]
 
 
+@pytest.mark.parametrize(
+    ("evaluations", "told"),
+    [
+        ([(0, 0.9, "a"), (2, 0.6, "a"), (3, 0.7, "a"), (4, 0.5, "a")], "0.70 ± 0.09 after round 3"),
+        ([(0, 0.9, "a"), (2, 0.4, "a"), (4, 0.5, "a")], ""),  # nothing is saved before the first round
+        ([(2, 0.6, "b"), (3, 0.7, ""), (4, 0.5, "a")], ""),  # on other tasks, and where a source could not be scored
+        ([(2, 0.6, ""), (4, 0.5, "")], ""),
+    ],
+)
+def test_the_last_words_name_a_round_that_did_better_than_the_last(
+    tmp_path: Path, evaluations: list[tuple[int, float, str]], told: str
+) -> None:
+    rows = [round_row(number, random.Random(1)) for number in range(1, 5)]
+    for number, reward, tasks in evaluations:
+        row = evaluation_row(number, "interval", reward) | {"num_tasks": 25, "measured_on": tasks}
+        rows.insert(next((i for i, one in enumerate(rows) if one["round"] > number), len(rows)), row)
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    lines = [line for line in last_words(tmp_path) if "did best" in line]
+    assert len(lines) == bool(told) and all(told in line and "--best" in line for line in lines)
+
+
 def test_the_last_words_of_a_run_say_what_it_learned_and_how_to_go_on(tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     folder.mkdir()
@@ -226,5 +247,6 @@ def test_the_last_words_of_a_run_say_what_it_learned_and_how_to_go_on(tmp_path: 
     assert "by round 4" in told and "reward 0.10 ± 0.10 → 0.60 ± 0.20, in the first and the last 2 of 4 rounds" in told
     assert "reward 0.50 ± 0.10 → 0.50 ± 0.10" in told
     assert f"swarm run '{folder}/config.toml'\n" in told and f"swarm export OUT --dir '{folder}'" in told
+    assert "did best" not in told, "no other round did better"
     assert f"swarm run '{folder}/config.toml'\n" in "\n".join(last_words(folder, 5))
     assert f"swarm run '{folder}/config.toml' --node.max_rounds 8\n" in "\n".join(last_words(folder, 4))
