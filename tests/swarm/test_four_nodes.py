@@ -11,11 +11,9 @@ import torch
 from swarm.network.memory.transport import Faults, MemoryNetwork
 from swarm.observability.metrics import read_rows
 from tests.swarm.whole_nodes import RunningNodes, last_round, make_node, node_config, rounds_of
+from tests.unit.experience_factory import REASONS_OF_FLIPPED_BYTES
 
-HARMLESS = {
-    "no_signal", "unavailable", "replay", "bad_signature", "malformed", "wrong_hash", "wrong_slot", "version",
-    "foreign_swarm",
-}  # fmt: skip
+HARMLESS = REASONS_OF_FLIPPED_BYTES | {"no_signal", "unavailable", "replay", "wrong_hash"}
 """What loss, duplication and flipped bytes may cause; anything else would be an honest node turned away."""
 LOSSY = Faults(loss=0.1, duplication=0.2, corruption=0.02, delay_s=(0.0, 0.01))
 

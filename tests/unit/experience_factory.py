@@ -26,6 +26,8 @@ EOS = 1
 ALICE = Identity(b"a" * 32)
 MALLORY = Identity(b"m" * 32)
 READER = Identity(b"r" * 32)
+REASONS_OF_FLIPPED_BYTES = {"bad_signature", "malformed", "wrong_slot", "version", "foreign_swarm", "clock_skew"}
+"""What a record may be refused for whose bytes changed on the way: its fields are checked before its signature."""
 
 
 def ids_of(text: str, finished: bool = True) -> tuple[int, ...]:

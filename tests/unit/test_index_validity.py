@@ -29,7 +29,18 @@ from swarm.sharing.index import (
     shard_of,
     subkey,
 )
-from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, SWARM_ID, Clock, group, header_of, signed
+from tests.unit.experience_factory import (
+    ALICE,
+    LINEAGE,
+    MALLORY,
+    NOW,
+    REASONS_OF_FLIPPED_BYTES,
+    SWARM_ID,
+    Clock,
+    group,
+    header_of,
+    signed,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 EVERYBODY = Shard(0, 0)
@@ -211,6 +222,17 @@ def test_one_of_two_records_that_an_author_signed_for_one_moment_stays_on_every_
             index.store(key, name, record, NOW + LIFE_S)
         held.append(index.held(key))
     assert held[0] == held[1]
+
+
+@KINDS
+def test_no_flipped_bit_of_an_entry_is_believed_and_each_is_counted_for_what_it_broke(entry: Entry) -> None:
+    key, name, value = entry(NOW)
+    validator, num_bits = EntryValidator(SWARM_ID), 8 * len(value)
+    for bit in range(num_bits):
+        flipped = (int.from_bytes(value, "little") ^ 1 << bit).to_bytes(len(value), "little")
+        assert validator(key, name, flipped) is None
+    assert validator.rejected.total() == num_bits
+    assert set(validator.rejected) <= REASONS_OF_FLIPPED_BYTES
 
 
 @INDEXES
