@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +23,7 @@ from swarm.policy.base_folder import locate_base
 from swarm.policy.policy import load_policy
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.tasks.task_source import score
-from tests.unit.tiny_models import requests
+from tests.unit.tiny_models import of_one_layer, requests
 
 FOLDER = locate_base(BUNDLED_REASONING, None)
 TOKENIZER = AutoTokenizer.from_pretrained(FOLDER)
@@ -93,6 +94,7 @@ def test_the_recorded_abilities_are_those_of_the_weights(report: dict[str, Any],
 
 def test_the_recipe_gives_the_same_policy_for_the_same_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe, "COURSE", replace(recipe.COURSE, max_answer_tokens=2))
+    monkeypatch.setattr(recipe, "make_model", partial(of_one_layer, recipe.make_model))
     sizes = ["--learn-steps", "1", "--blur-steps", "1", "--examples", "8", "--measured-tasks", "1", "--batch-size", "4"]
     for name, seed in (("first", "3"), ("second", "3"), ("other", "4")):
         recipe.main(["--out", str(tmp_path / name), "--seed", seed, *sizes])

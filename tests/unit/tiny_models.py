@@ -1,6 +1,6 @@
 """Tiny models of three architectures with a character tokenizer, and rollout groups to train them on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
 RAGGED_PROMPTS = ("Hi", "What is 7 + 5?", "Spell this backward, please: swarm", "a")
+
+
+def of_one_layer(make_model: Callable[[], LlamaForCausalLM]) -> LlamaForCausalLM:
+    """What `make_model` makes, less all its layers but the first."""
+    model = make_model()
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    return model
 
 
 def character_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
