@@ -10,7 +10,7 @@ mean curves over the seeds: of half, three quarters and all of what the best sil
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -170,35 +170,74 @@ def table(summaries: Sequence[ArmSummary]) -> Table:
 def table_of_means(results: Sequence[Result]) -> Table:
     """What the best silo needed over what an arm needed, to parts of what that silo gains; a dash where the arm never gets there.
 
-    By the mean curves over the seeds that all arms have; without such seeds there is no row.
+    By the mean curves over the seeds that all arms have; without such seeds there is no row. From three seeds on, what follows
+    in brackets is the least and the most to all of the gain if one of the seeds is left out: how much hangs on a single one.
     """
     by_seed = _curves(results)
     arms = list(dict.fromkeys(arm for arm, _ in by_seed))
     seeds = [seed for seed in dict.fromkeys(seed for _, seed in by_seed) if all((arm, seed) in by_seed for arm in arms)]
-    curves = {arm: Curve.mean([by_seed[arm, seed] for seed in seeds]) for arm in arms} if seeds else {}
-    best = max((curves[arm] for arm in _silos(list(curves))), key=lambda curve: curve.rewards[-1], default=None)
+    final = {arm: Spread.of(by_seed[arm, seed].rewards[-1] for seed in seeds) for arm in arms}
+    silo = max(_silos(arms) if seeds else [], key=lambda arm: final[arm].mean, default=None)
     rows: list[list[str]] = []
-    if best is not None:
-        start = fmean(
-            fmean(one["held_out"][0] for one in result["members"]) for result in results if result["seed"] in seeds
-        )
-        targets = [start + part * (best.rewards[-1] - start) for part in PARTS_OF_GAIN]
-        for arm, curve in curves.items():
+    if silo is not None:
+        starts = {
+            seed: fmean(
+                fmean(one["held_out"][0] for one in result["members"]) for result in results if result["seed"] == seed
+            )
+            for seed in seeds
+        }
+        of_all = _mean_factors(by_seed, starts, arms, silo, seeds)
+        left_out = [[seed for seed in seeds if seed != left] for left in seeds] if len(seeds) > 2 else []
+        of_parts = [_mean_factors(by_seed, starts, arms, silo, part) for part in left_out]
+        for arm in arms:
             cells = [
-                ", ".join(
-                    "–" if factor is None else f"{factor:.1f}"
-                    for factor in (
-                        _speedup(curve, getattr(curve, by), best, getattr(best, by), target) for target in targets
-                    )
-                )
-                for by in ("tokens", "seconds", "clock")
+                ", ".join(map(_factor, of_all[arm, by]))
+                + _range([] if arm == silo else [part[arm, by][-1] for part in of_parts])
+                for by in _SPENT
             ]
-            final = Spread.of(by_seed[arm, seed].rewards[-1] for seed in seeds)
-            rows.append([arm, final.text(3), *cells, f"{curve.seconds[-1]:.0f} s"])
+            needed_s = fmean(by_seed[arm, seed].seconds[-1] for seed in seeds)
+            rows.append([arm, final[arm].text(3), *cells, f"{needed_s:.0f} s"])
     headers = [
         "arm", "held-out at its end", "× by own tokens", "× by processor time", "× by the clock", "processor time at its end",
     ]  # fmt: skip
     return Table("To half, three quarters and all of what the best silo gains, by the mean curves", headers, rows)
+
+
+_SPENT = ("tokens", "seconds", "clock")
+"""Columns of a `Curve`."""
+
+
+def _mean_factors(
+    by_seed: Mapping[tuple[str, int], Curve],
+    starts: Mapping[int, float],
+    arms: Sequence[str],
+    silo: str,
+    seeds: Sequence[int],
+) -> dict[tuple[str, str], list[float | None]]:
+    """{(arm, what is spent): factor to each of `PARTS_OF_GAIN`}, by the mean curves over `seeds`; None: it never gets there.
+
+    `starts`: {seed: held-out reward before training}.
+    """
+    curves = {arm: Curve.mean([by_seed[arm, seed] for seed in seeds]) for arm in arms}
+    best, start = curves[silo], fmean(starts[seed] for seed in seeds)
+    targets = [start + part * (best.rewards[-1] - start) for part in PARTS_OF_GAIN]
+    return {
+        (arm, by): [_speedup(curve, getattr(curve, by), best, getattr(best, by), target) for target in targets]
+        for arm, curve in curves.items()
+        for by in _SPENT
+    }
+
+
+def _factor(factor: float | None) -> str:
+    return "–" if factor is None else f"{factor:.1f}"
+
+
+def _range(factors: Sequence[float | None]) -> str:
+    """From the least, which is never to get there, to the most."""
+    if not factors:
+        return ""
+    ordered = sorted(factors, key=lambda factor: factor or 0.0)
+    return f" ({_factor(ordered[0])} to {_factor(ordered[-1])})"
 
 
 def figures(results: Sequence[Result]) -> dict[str, Any]:
