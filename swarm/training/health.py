@@ -10,7 +10,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, median, stdev
+from statistics import NormalDist, fmean, median, stdev
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,11 @@ COLUMNS = (
 _AT_START = {"rollout/reward_mean": 8, "train/entropy": 1}
 """{column: number of its first values in the run}, whose mean stays in every row of the window as "COLUMN at the start"."""
 
-_HELD_OUT = ("reward", "error", "best", "best error", "best round")
-"""What is known of the newest evaluation and of the best one before; in every row of the window as "held out NAME"."""
+_HELD_OUT = ("reward", "error", "best", "best error", "best round", "evaluations")
+"""The newest evaluation, the best one before, and how many there were; in every row of the window as "held out NAME"."""
+
+_FALSE_ALARMS_PER_RUN = 0.01
+"""Of `held_out_falling`."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -54,8 +57,11 @@ class HealthWatch:
         if not now["measured_on"]:
             return
         best = {"best": now["accuracy_mean"], "best error": now["accuracy_error"], "best round": now["round"]}
-        if before.get("measured_on") == now["measured_on"] and before["best"] > now["accuracy_mean"]:
-            best = {name: before[name] for name in best}
+        best["evaluations"] = 1
+        if before.get("measured_on") == now["measured_on"]:
+            if before["best"] > now["accuracy_mean"]:
+                best |= {name: before[name] for name in best}
+            best["evaluations"] = before.get("evaluations", 1) + 1
         newest = {"reward": now["accuracy_mean"], "error": now["accuracy_error"], "measured_on": now["measured_on"]}
         self._held_out = newest | best
 
@@ -195,16 +201,18 @@ def reward_falling(rows: Rows) -> str:
 
 
 def held_out_falling(rows: Rows) -> str:
-    """Reward on held-out tasks is below the best of earlier evaluations by more than .05 and three standard errors.
+    """Reward on held-out tasks is below the best of earlier evaluations by more than .05 and more than chance explains.
 
-    The best of many is partly chance, for which the third standard error stands. Sampled reward may rise meanwhile, where tasks
-    that are easy to the policy are chosen more often.
+    The best of n evaluations is partly chance, and so is the worst. They have n² / 2 pairs; by a normal approximation, no more
+    than one run in a hundred has a pair with such a difference if the policy stays as it is, however many evaluations it has.
+    Sampled reward may rise meanwhile, where tasks that are easy to the policy are chosen more often.
     """
     known = {name: value for name in _HELD_OUT if (value := rows[-1].get(f"held out {name}")) is not None}
     if len(known) < len(_HELD_OUT):
         return ""
-    now, error, best, best_error, best_round = (known[name] for name in _HELD_OUT)
-    if best - now <= max(0.05, 3 * math.hypot(error, best_error)):
+    now, error, best, best_error, best_round, num_evaluations = (known[name] for name in _HELD_OUT)
+    num_errors = NormalDist().inv_cdf(1 - 2 * _FALSE_ALARMS_PER_RUN / num_evaluations**2)
+    if best - now <= max(0.05, num_errors * math.hypot(error, best_error)):
         return ""
     go_back = "go back to that round (swarm run --from-best)" if best_round else "start again (swarm run --fresh)"
     return (
