@@ -170,8 +170,8 @@ def table(summaries: Sequence[ArmSummary]) -> Table:
 def table_of_means(results: Sequence[Result]) -> Table:
     """What the best silo needed over what an arm needed, to parts of what that silo gains; a dash where the arm never gets there.
 
-    By the mean curves over the seeds that all arms have; without such seeds there is no row. From three seeds on, what follows
-    in brackets is the least and the most to all of the gain if one of the seeds is left out: how much hangs on a single one.
+    By the mean curves over the seeds that all arms have; without such seeds there is no row. From three seeds on, each
+    factor is followed by the least and the most of it if one of the seeds is left out: how much hangs on a single one.
     """
     by_seed = _curves(results)
     arms = list(dict.fromkeys(arm for arm, _ in by_seed))
@@ -191,8 +191,10 @@ def table_of_means(results: Sequence[Result]) -> Table:
         of_parts = [_mean_factors(by_seed, starts, arms, silo, part) for part in left_out]
         for arm in arms:
             cells = [
-                ", ".join(map(_factor, of_all[arm, by]))
-                + _range([] if arm == silo else [part[arm, by][-1] for part in of_parts])
+                ", ".join(
+                    _factor(factor) + _range([] if arm == silo else [part[arm, by][place] for part in of_parts])
+                    for place, factor in enumerate(of_all[arm, by])
+                )
                 for by in _SPENT
             ]
             needed_s = fmean(by_seed[arm, seed].seconds[-1] for seed in seeds)
