@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
+PYTEST = $(BIN)/python -m pytest
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 DEMO ?= --resume
 # Many tests wait for other processes: one worker more than cores, and at most five.
@@ -25,10 +26,9 @@ demo: $(INSTALLED)  ## A swarm of four nodes that learn from each other, on this
 
 # A test that takes longer is not quick: start it from a file that imports what it needs (tests/quick.py says how).
 quick: $(READY) format lint types  ## While you work: format, lint, types and the quick unit tests, in about a minute
-	$(BIN)/python -m pytest -n $(WORKERS) --timeout 60 $$($(BIN)/python -m tests.quick)
+	$(PYTEST) -n $(WORKERS) --timeout 60 $$($(BIN)/python -m tests.quick)
 
 TESTS ?= tests/unit tests/fuzz
-PYTEST = $(BIN)/python -m pytest
 TOGETHER = -n $(WORKERS) --dist worksteal -m "not alone"
 # Property tests draw 25 examples each, and 100 in `make check`.
 test: $(READY)  ## Unit tests and fuzzing: under six minutes

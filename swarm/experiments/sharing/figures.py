@@ -180,11 +180,10 @@ def table_of_means(results: Sequence[Result]) -> Table:
     silo = max(_silos(arms) if seeds else [], key=lambda arm: final[arm].mean, default=None)
     rows: list[list[str]] = []
     if silo is not None:
-        starts = {
-            seed: fmean(
-                fmean(one["held_out"][0] for one in result["members"]) for result in results if result["seed"] == seed
-            )
-            for seed in seeds
+        starts = {  # the silo's own, so that no row depends on which others there are
+            result["seed"]: fmean(one["held_out"][0] for one in result["members"])
+            for result in results
+            if result["arm"] == silo
         }
         of_all = _mean_factors(by_seed, starts, arms, silo, seeds)
         left_out = [[seed for seed in seeds if seed != left] for left in seeds] if len(seeds) > 2 else []
@@ -218,7 +217,7 @@ def _mean_factors(
 ) -> dict[tuple[str, str], list[float | None]]:
     """{(arm, what is spent): factor to each of `PARTS_OF_GAIN`}, by the mean curves over `seeds`; None: it never gets there.
 
-    `starts`: {seed: held-out reward before training}.
+    `starts`: {seed: held-out reward of the silo before training}.
     """
     curves = {arm: Curve.mean([by_seed[arm, seed] for seed in seeds]) for arm in arms}
     best, start = curves[silo], fmean(starts[seed] for seed in seeds)
