@@ -57,13 +57,13 @@ class HealthWatch:
         if not now["measured_on"]:
             return
         best = {"best": now["accuracy_mean"], "best error": now["accuracy_error"], "best round": now["round"]}
-        best["evaluations"] = 1
+        count = 1
         if before.get("measured_on") == now["measured_on"]:
+            count += before.get("evaluations", 1)  # not in the first checkpoints that knew of evaluations
             if before["best"] > now["accuracy_mean"]:
-                best |= {name: before[name] for name in best}
-            best["evaluations"] = before.get("evaluations", 1) + 1
+                best = {name: before[name] for name in best}
         newest = {"reward": now["accuracy_mean"], "error": now["accuracy_error"], "measured_on": now["measured_on"]}
-        self._held_out = newest | best
+        self._held_out = newest | best | {"evaluations": count}
 
     def observe(self, row: Mapping[str, Any]) -> list[str]:
         """Warnings that hold after this round's row; those of a new episode are logged."""

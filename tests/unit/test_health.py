@@ -99,6 +99,21 @@ def test_held_out_reward_below_the_best_is_told(evaluations: list[dict[str, Any]
         assert len(texts) == bool(told_of) and all(told_of in text and "training.lr" in text for text in texts)
 
 
+def test_a_checkpoint_that_does_not_count_evaluations_is_gone_on_from():
+    watch = HealthWatch()
+    watch.evaluated(evaluation(0.6, 0))
+    watch.observe(HEALTHY)
+    state = json.loads(json.dumps(watch.state()))
+    for held in (state["held_out"], *state["rows"]):
+        for name in ("evaluations", "held out evaluations"):
+            held.pop(name, None)
+    again = HealthWatch()
+    again.restore(state)
+    assert again.observe(HEALTHY) == []
+    again.evaluated(evaluation(0.3, 50))
+    assert "after 0.6 at round 0" in again.observe(HEALTHY)[0]
+
+
 def test_a_policy_that_stays_as_it_is_hardly_ever_seems_to_unlearn():
     """However often it is evaluated. Three standard errors, whatever the number, told of every seventh of these runs."""
     rng, num_told = random.Random(0), 0

@@ -168,7 +168,10 @@ def test_mean_curves_are_compared_over_the_seeds_that_all_arms_have() -> None:
     assert rows["8/24"] == ["0.420 ± 0.170", "2.5, 3.1, 2.3", "2.5, 3.1, 2.3", "2.5, 3.1, 2.3", "8 s"]
     assert rows[ORACLE][:2] == ["0.310 ± 0.000", "1.4, –, –"]
     assert table_of_means([results[2], results[3]]).rows == []
-    unlike = [result_of(ORACLE, [0.0] * 6), result_of(ORACLE, [0.0] * 6, seed=1)]  # one policy draws other held-out tasks
+    unlike = [
+        result_of(ORACLE, [0.0] * 6),
+        result_of(ORACLE, [0.0] * 6, seed=1),
+    ]  # one policy draws other held-out tasks
     again = {row[0]: row[1:] for row in table_of_means([*results[:5], *unlike]).rows}
     assert again["8/24"] == rows["8/24"], "no row depends on which others there are"
 
