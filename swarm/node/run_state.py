@@ -161,6 +161,7 @@ class _HeldOut(_Part):
     best: float
     best_error: Annotated[float, Field(alias="best error")]
     best_round: Annotated[Count, Field(alias="best round")]
+    evaluations: Annotated[Count, Field(ge=1)] = 1
 
 
 class _Health(_Part):

@@ -55,13 +55,14 @@ def learner(settings: Config, policy: Policy) -> Learner:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Learner, Path, Checkpoint]:
-    """(a learner, its folder, what it saved) with open groups, groups to replay and a history of merging."""
+    """(a learner, its folder, what it saved) with open groups, groups to replay, an evaluation and a history of merging."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("node")
     settings = config(folder)
     own = learner(settings, load_policy(settings.policy, device="cpu"))
     while not (own._rollouts.num_open and own._batches.state() and own.policy.version):
         own.run_round()
+    own.evaluate("interval")
     store = CheckpointStore(folder / "checkpoints", 1)
     own.save(store)
     saved = store.load_newest()
@@ -131,6 +132,8 @@ def test_whatever_stands_in_a_state_is_one_error(run: tuple[Learner, Path, Check
         (("replay", 0, "rollouts", 0, "token_ids", 0), 10**6),
         (("replay", 0, "rollouts", 0, "logprobs"), []),
         (("trainer", "adaptive_clip_notch"), 99),
+        (("health", "held_out", "evaluations"), 0),
+        (("health", "held_out", "evaluations"), "1"),
         (("cursor", "common"), {"seed": 16, "next_index": 0, "due": 1e9}),
         (
             ("common_groups", "tasks"),
