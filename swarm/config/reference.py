@@ -57,7 +57,7 @@ config schema --markdown`.
 command that takes settings reads them.
 
 - Numbers, `true` and `false` are written as in a file, text without quotes. Lists and tables are
-  TOML or JSON: `SWARM_NETWORK__LISTEN='["/ip4/0.0.0.0/tcp/38000"]'`,
+  TOML or JSON: `SWARM_NETWORK__LISTEN='["/ip4/0.0.0.0/tcp/28000"]'`,
   `SWARM_TASKS__SOURCES='[{"name": "lcm"}]'`, `SWARM_POLICY__LORA='{rank = 8}'`. Text that would be
   read as something else needs quotes of its own: `SWARM_POLICY__REVISION='"1234"'`.
 - An empty variable is an unset one.

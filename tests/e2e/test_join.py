@@ -113,7 +113,7 @@ def test_what_a_bootstrap_peer_warns_of_is_in_the_log_of_its_folder(tmp_path: Pa
 def test_a_bootstrap_peer_starts_again_without_options_as_it_was(tmp_path: Path) -> None:
     done(tmp_path, "create", "friends")
     manifest, folder = tmp_path / "friends.swarm.toml", tmp_path / "entry"
-    given = ("--manifest", str(manifest), "--announce", "/dns4/localhost/tcp/38000", "--no-gossip", "--no-relay")
+    given = ("--manifest", str(manifest), "--announce", "/dns4/localhost/tcp/28000", "--no-gossip", "--no-relay")
     with Command(folder, "bootstrap", "--dir", str(folder), *given) as first:
         address, status = first.address(), first.status()
     done(tmp_path, "create", "--update", str(manifest), "--description", "later")
@@ -121,10 +121,10 @@ def test_a_bootstrap_peer_starts_again_without_options_as_it_was(tmp_path: Path)
     with Command(folder, "bootstrap", "--dir", str(folder)) as again:
         assert again.address() == address
         told, now = again.output.read_text(), again.status()
-    assert address.startswith("/dns4/localhost/tcp/38000/p2p/")
+    assert address.startswith("/dns4/localhost/tcp/28000/p2p/")
     assert status and now and status.addresses == now.addresses == (address,)
     assert "swarm friends, founded by" in told and f"edition 1 of {folder}/manifest.toml" in told
-    options = "--announce /dns4/localhost/tcp/38000 --no-gossip --no-relay"
+    options = "--announce /dns4/localhost/tcp/28000 --no-gossip --no-relay"
     assert f"as at its last start, by {folder}/bootstrap.toml: {options}\n" in told
     with Command(
         folder, "bootstrap", "--dir", str(folder), "--manifest", str(tmp_path / "elsewhere"), "--relay"

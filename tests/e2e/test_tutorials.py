@@ -89,7 +89,7 @@ class Newcomer:
         self._address = found[0]
 
     def _words(self, line: str) -> list[str]:
-        line = line.replace("38000", self._port)
+        line = line.replace("28000", self._port)
         if re.match(r"swarm (run|testbed|join) (?!.*--(check|dry-run))", line):
             line += "".join(f" --{name} {value}" for name, value in SMALL.items() if name not in line)
         return [self._standing_for(word) for word in shlex.split(line, comments=True)]

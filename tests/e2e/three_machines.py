@@ -4,7 +4,7 @@
     python -m tests.e2e.three_machines --hosts me@10.0.0.1,10.0.0.2,10.0.0.3 --swarm .venv/bin/swarm     # over SSH
 
 The first machine is one that everybody can dial: it founds the public swarm and hosts its bootstrap peer. In namespaces the
-other two are behind routers, each of which lets in one port. Real machines need TCP ports 38000 to 38003 and 38080 open to each
+other two are behind routers, each of which lets in one port. Real machines need TCP ports 28000 to 28003 and 28080 open to each
 other, and `swarm` and a shell with `setsid` on each; the command for `swarm` is relative to the home folder there. Everything
 is written into one new folder per machine, which stays. Each step is printed when it is done; the last line is a JSON object
 with the seconds that each use took.
@@ -28,7 +28,7 @@ import tomli_w
 
 from tests.e2e.namespaces import Network, missing_capability
 
-BOOTSTRAP_PORT, NODE_PORT, SILO_PORT, STAGE_PORT, WEB_PORT = 38000, 38001, 38002, 38003, 38080
+BOOTSTRAP_PORT, NODE_PORT, SILO_PORT, STAGE_PORT, WEB_PORT = 28000, 28001, 28002, 28003, 28080
 DELAYS_MS = (20.0, 40.0)
 LOSS_PERCENT = 1.0
 TIMEOUT_S = 240.0

@@ -14,7 +14,7 @@ from swarm.records.identity import Identity
 FOUNDER, STRANGER = Identity(b"f" * 32), Identity(b"s" * 32)
 PEER = Identity(b"p" * 32).peer_id
 ADDRESS, OTHER = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}" for port in (30009, 30010))
-LISTEN = {"network.listen": ["/ip4/127.0.0.1/tcp/38000"]}
+LISTEN = {"network.listen": ["/ip4/127.0.0.1/tcp/28000"]}
 
 
 def manifest_of(founder: Identity, path: Path, edition: int = 1, **content: object) -> str:
@@ -79,13 +79,13 @@ def test_it_tells_what_is_left_to_do() -> None:
     def make(**content: object) -> Manifest:
         return create(FOUNDER, "friends", PROTOCOL_VERSION, 1.8e9, tasks=[{"name": "lcm"}], **content)
 
-    here, there = f"/ip4/10.0.0.1/tcp/38000/p2p/{PEER}", ADDRESS.replace(PEER, FOUNDER.peer_id)
+    here, there = f"/ip4/10.0.0.1/tcp/28000/p2p/{PEER}", ADDRESS.replace(PEER, FOUNDER.peer_id)
     told = join_through([here], "f.swarm.toml", make(bootstrap=[there]))
     assert told[1].strip() == f"swarm create --update f.swarm.toml --bootstrap {here} --bootstrap {there}"
     of_last_start = join_through([here], None, make(bootstrap=[there]))
     assert "--update friends.swarm.toml" in of_last_start[1]
     assert "edition 1" in of_last_start[0] and "--manifest FILE" in of_last_start[0], "a later edition may have it"
-    old = here.replace("38000", "1")
+    old = here.replace("28000", "1")
     assert old not in join_through([here], "f.swarm.toml", make(bootstrap=[old, there]))[1], "it has moved"
     assert join_through([here], "f.swarm.toml", make(bootstrap=[here.replace("10.0.0.1", "1.2.3.4")])) == []
     assert here in join_through([here], None, None)[1]

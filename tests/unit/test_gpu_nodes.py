@@ -65,20 +65,20 @@ def test_a_machine_without_gpus_says_so(tmp_path: Path) -> None:
 
 
 def test_each_node_has_a_gpu_a_folder_and_ports_of_its_own(tmp_path: Path) -> None:
-    listen = '["/ip4/0.0.0.0/tcp/38000", "/ip4/0.0.0.0/tcp/0"]'
+    listen = '["/ip4/0.0.0.0/tcp/28000", "/ip4/0.0.0.0/tcp/0"]'
     overrides = {"node.dir": str(tmp_path / "mine"), "network.listen": listen,
-                 "network.gossip_listen": '["/ip4/0.0.0.0/tcp/38001"]',
-                 "network.announce": '["/dns4/a.example/tcp/38000"]'}  # fmt: skip
+                 "network.gossip_listen": '["/ip4/0.0.0.0/tcp/28001"]',
+                 "network.announce": '["/dns4/a.example/tcp/28000"]'}  # fmt: skip
     config = load([], overrides)
     nodes = plan_gpu_nodes(GPUS, lambda gpu: config)
     assert [plan.environment for plan in nodes.plans] == [{"CUDA_VISIBLE_DEVICES": gpu.uuid} for gpu in GPUS]
     assert [plan.folder for plan in nodes.plans] == [tmp_path / "mine" / f"gpu-{n}" for n in range(3)]
     assert {plan.config.node.device for plan in nodes.plans} == {"cuda"}, "no node trains on the CPU unnoticed"
     networks = [plan.config.network for plan in nodes.plans]
-    assert [network.listen[0].rpartition("/")[2] for network in networks] == ["38000", "38002", "38004"]
+    assert [network.listen[0].rpartition("/")[2] for network in networks] == ["28000", "28002", "28004"]
     assert {network.listen[1] for network in networks} == {"/ip4/0.0.0.0/tcp/0"}
-    assert [network.gossip_listen[0].rpartition("/")[2] for network in networks] == ["38001", "38003", "38005"]
-    assert [network.announce[0] for network in networks] == [f"/dns4/a.example/tcp/{n}" for n in (38000, 38002, 38004)]
+    assert [network.gossip_listen[0].rpartition("/")[2] for network in networks] == ["28001", "28003", "28005"]
+    assert [network.announce[0] for network in networks] == [f"/dns4/a.example/tcp/{n}" for n in (28000, 28002, 28004)]
     assert nodes.page is not None
     assert len({nodes.page[1], *(plan.config.observability.http_port for plan in nodes.plans)}) == 4
     assert nodes.plans[0].config.training == config.training

@@ -306,8 +306,8 @@ def test_reward_functions_of_packages_are_few_in_all_tasks_together() -> None:
         ("/ip4/169.254.169.254/tcp/8080", False),
         ("/ip4/224.0.0.1/tcp/8080", False),
         ("/ip4/1.2.3.4/tcp/443", True),
-        ("/ip4/192.168.1.7/tcp/38000", True),
-        ("/dns4/bootstrap.example.org/tcp/38000", True),
+        ("/ip4/192.168.1.7/tcp/28000", True),
+        ("/dns4/bootstrap.example.org/tcp/28000", True),
     ],
 )
 def test_a_founder_has_nobody_dial_the_services_of_others(place: str, is_dialled: bool) -> None:

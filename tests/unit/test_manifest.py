@@ -27,7 +27,7 @@ from swarm.manifest.manifest import (
 from swarm.records.identity import Identity
 
 FOUNDER, MALLORY = Identity(b"f" * 32), Identity(b"m" * 32)
-ADDRESS = f"/ip4/10.0.0.1/tcp/38000/p2p/{MALLORY.peer_id}"
+ADDRESS = f"/ip4/10.0.0.1/tcp/28000/p2p/{MALLORY.peer_id}"
 TASKS = [task.model_dump(exclude=LOCAL_SETTINGS) for task in DEMO_TASKS[:2]]
 FILE_TASK = {"kind": "jsonl", "name": "own", "verifier": "numeric", "sha256": "ab" * 32}
 

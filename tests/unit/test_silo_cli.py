@@ -23,7 +23,7 @@ from swarm.silo.silo_transport import SiloTransport, node_transport, open_member
 from tests.unit.silo_factory import swarm
 
 TASKS = '[{name = "lcm"}]'
-LISTEN = "/ip4/10.0.0.1/tcp/38000"
+LISTEN = "/ip4/10.0.0.1/tcp/28000"
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ def test_the_fullest_status_fits_on_one_screen(tmp_path: Path) -> None:
         "4",
     ]
     full = status_of(
-        now, last_round=row, addresses=(f"/ip4/192.168.1.100/tcp/38000/p2p/{PEER['peer_id']}",) * 3, http_port=9000,
+        now, last_round=row, addresses=(f"/ip4/192.168.1.100/tcp/28000/p2p/{PEER['peer_id']}",) * 3, http_port=9000,
         final_merge={"final/places": 4, "final/replicas": 3, "final/is_taken": 1},
         contribution=status_of(now).contribution | {"advice": advice}, written_at=now + 600,  # however slow this machine is
     )  # fmt: skip

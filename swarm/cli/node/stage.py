@@ -28,7 +28,7 @@ def stage(
 
     Examples:
       swarm stage pipeline.toml --layers 0:12
-      swarm stage pipeline.toml --network.listen '["/ip4/0.0.0.0/tcp/38000"]'
+      swarm stage pipeline.toml --network.listen '["/ip4/0.0.0.0/tcp/28000"]'
 
     Exit codes: 3 configuration, 4 identity, 5 policy, 7 network, 10 memory,
     16 pipeline, 130 interrupted.

@@ -106,7 +106,7 @@ def bootstrap(
 
     Examples:
       swarm bootstrap --manifest friends.swarm.toml \\
-        --listen /ip4/0.0.0.0/tcp/38000
+        --listen /ip4/0.0.0.0/tcp/28000
       swarm bootstrap                # again, with the same options
 
     Exit codes: 3 configuration, 4 identity, 7 network, 12 manifest, 17 silo,

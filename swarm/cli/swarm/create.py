@@ -152,7 +152,7 @@ def _write_new(path: Path, key: Path, name: str, content: dict[str, Any]) -> Non
     print(f"{'made' if is_new else 'used'} founder key {key}: back it up, whoever has it speaks for the swarm")
     print(f"wrote {path}: swarm {name}, id {manifest.id}, founder {founder.peer_name} ({founder.peer_id})\nnext:")
     if not manifest.bootstrap:
-        print(f"  swarm bootstrap --manifest {path} --listen /ip4/0.0.0.0/tcp/38000   # on a machine others can reach")
+        print(f"  swarm bootstrap --manifest {path} --listen /ip4/0.0.0.0/tcp/28000   # on a machine others can reach")
         print(f"  swarm create --update {path} --key {key} --bootstrap ADDRESS   # the address that it prints")
     print(f"  send {path} to those who join, and tell them your id; they run: swarm join {path}")
 

@@ -100,7 +100,7 @@ def init(
     address: list[str] = typer.Option(
         [],
         metavar="ADDRESS",
-        help="Where others can reach this node, such as /ip4/10.0.0.1/tcp/38000, or ADDRESS/p2p/PEER_ID of another.",
+        help="Where others can reach this node, such as /ip4/10.0.0.1/tcp/28000, or ADDRESS/p2p/PEER_ID of another.",
     ),
     base: list[str] = typer.Option([], metavar="BASE", help="Base that nodes may train. Default: policy.base."),
     description: str = typer.Option("", help="One line about the silo."),
@@ -111,7 +111,7 @@ def init(
     Writes: owner's key, manifest, roll and a node's identity in DIR.
 
     Examples:
-      swarm silo init lab --address /ip4/10.0.0.1/tcp/38000
+      swarm silo init lab --address /ip4/10.0.0.1/tcp/28000
 
     Exit codes: 0 done, 3 settings, 4 key, 6 tasks, 12 manifest, 17 silo.
     """
