@@ -359,7 +359,7 @@ class Learner:
             "held-out reward %.3f, mean of %s", found["accuracy_mean"], counted(len(found["accuracy"]), "source")
         )
         row = {"kind": "evaluation", "phase": phase, **found, **self._position()}
-        self._health.evaluated(row)
+        self._health.evaluated(row, scores)
         return row
 
     def save(self, store: CheckpointStore | CheckpointWriter) -> None:

@@ -155,12 +155,14 @@ class _CommonGroups(_Part):
 
 
 class _HeldOut(_Part):
+    """The newest evaluation and the best one; `best_rewards` and `evaluations` were not in the first states that had it."""
+
     measured_on: str
     reward: float
-    error: float
+    error: Annotated[float, Field(ge=0)]
     best: float
-    best_error: Annotated[float, Field(alias="best error")]
     best_round: Annotated[Count, Field(alias="best round")]
+    best_rewards: Annotated[dict[str, list[Reward]], Field(alias="best rewards")] = {}
     evaluations: Annotated[Count, Field(ge=1)] = 1
 
 

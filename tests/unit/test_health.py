@@ -61,8 +61,15 @@ SICK: dict[str, dict[str, Any]] = {
 }
 
 
-def evaluation(reward: float, round: int, error: float = 0.03, measured_on: str = "64 tasks of sums") -> dict[str, Any]:
-    return {"accuracy_mean": reward, "accuracy_error": error, "round": round, "measured_on": measured_on}
+SUMS = "64 tasks of sums"
+
+
+def evaluation(
+    right: int, round: int, measured_on: str = SUMS, first: int = 0
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `evaluated` takes of 64 tasks, of which so many are right, from number `first` on."""
+    rewards = [float(first <= number < first + right) for number in range(64)]
+    return {"accuracy_mean": right / 64, "round": round, "measured_on": measured_on}, {"sums": rewards}
 
 
 def test_every_check_has_a_case():
@@ -72,26 +79,24 @@ def test_every_check_has_a_case():
 @pytest.mark.parametrize(
     ("evaluations", "told_of"),
     [
-        ([evaluation(0.6, 0), evaluation(0.495, 50)], ""),  # of two, 2.58 standard errors of the difference: .109
-        ([evaluation(0.6, 0), evaluation(0.485, 50)], "0.48 at the newest evaluation, after 0.6 at round 0"),
-        ([evaluation(0.6, 0), *[evaluation(0.55, 50)] * 18, evaluation(0.45, 950)], ""),  # of twenty, 3.9: .165
-        ([evaluation(0.6, 0), *[evaluation(0.55, 50)] * 18, evaluation(0.43, 950)], "0.43 at the newest evaluation"),
-        ([evaluation(0.6, 0, 0.001), evaluation(0.551, 50, 0.001)], ""),  # .05 at least
-        ([evaluation(0.6, 0, 0.001), evaluation(0.549, 50, 0.001)], "after 0.6 at round 0"),
-        ([evaluation(0.3, 0), evaluation(0.6, 50), evaluation(0.4, 100)], "after 0.6 at round 50"),
-        (
-            [evaluation(0.3, 0), evaluation(0.6, 50), evaluation(0.4, 100), evaluation(0.55, 150)],
-            "",
-        ),  # it has come back
-        ([evaluation(0.6, 0), evaluation(0.3, 50, measured_on="64 tasks of products")], ""),  # of other tasks
-        ([evaluation(0.6, 0), evaluation(0.3, 50, measured_on="")], ""),  # a source could not be scored
+        # of two, 2.81 standard errors: 7 tasks less and none more are 2.65, and 20 less and 12 more are 1.4
+        ([evaluation(40, 0), evaluation(33, 50)], ""),
+        ([evaluation(40, 0), evaluation(32, 50)], "0.5 at the newest evaluation, after 0.62 at round 0"),
+        ([evaluation(40, 0), evaluation(32, 50, first=12)], ""),
+        # of twenty, 4.06: 16 tasks less are 4
+        ([evaluation(40, 0), *[evaluation(38, 50)] * 18, evaluation(24, 950)], ""),
+        ([evaluation(40, 0), *[evaluation(38, 50)] * 18, evaluation(23, 950)], "0.36 at the newest evaluation"),
+        ([evaluation(20, 0), evaluation(40, 50), evaluation(20, 100)], "after 0.62 at round 50"),
+        ([evaluation(20, 0), evaluation(40, 50), evaluation(20, 100), evaluation(38, 150)], ""),  # it has come back
+        ([evaluation(40, 0), evaluation(20, 50, "64 tasks of products")], ""),  # of other tasks
+        ([evaluation(40, 0), evaluation(20, 50, "")], ""),  # a source could not be scored
         ([], ""),
     ],
 )
-def test_held_out_reward_below_the_best_is_told(evaluations: list[dict[str, Any]], told_of: str):
+def test_held_out_reward_below_the_best_is_told(evaluations: list[tuple[dict[str, Any], dict[str, Any]]], told_of: str):
     watch = HealthWatch()
     for found in evaluations:
-        watch.evaluated(found)
+        watch.evaluated(*found)
     again = HealthWatch()
     again.restore(json.loads(json.dumps(watch.state())))
     for one in (watch, again):
@@ -99,19 +104,45 @@ def test_held_out_reward_below_the_best_is_told(evaluations: list[dict[str, Any]
         assert len(texts) == bool(told_of) and all(told_of in text and "training.lr" in text for text in texts)
 
 
-def test_a_checkpoint_that_does_not_count_evaluations_is_gone_on_from():
+def test_a_fall_by_less_than_a_twentieth_is_not_told_however_surely_it_is_one():
     watch = HealthWatch()
-    watch.evaluated(evaluation(0.6, 0))
+    for right in (600, 552, 548):
+        row = {"accuracy_mean": right / 1000, "round": right, "measured_on": SUMS}
+        watch.evaluated(row, {"sums": [1.0] * right + [0.0] * (1000 - right)})
+        assert bool(watch.observe(HEALTHY)) == (right == 548)
+
+
+def test_evaluations_are_compared_task_by_task_and_sources_count_alike():
+    """Of 8 tasks of one source and 56 of another, those of the first one weigh seven times as much."""
+    texts: list[list[str]] = []
+    for few, many in ((0, 56), (8, 20)):
+        watch = HealthWatch()
+        for round, (few_right, many_right) in enumerate([(8, 56), (few, many)]):
+            mean = (few_right / 8 + many_right / 56) / 2
+            rewards = {
+                "few": [1.0] * few_right + [0.0] * (8 - few_right),
+                "many": [1.0] * many_right + [0.0] * (56 - many_right),
+            }
+            watch.evaluated({"accuracy_mean": mean, "round": round, "measured_on": SUMS}, rewards)
+        texts.append(watch.observe(HEALTHY))
+    assert "0.5 at the newest evaluation" in texts[0][0] and "0.68 at the newest evaluation" in texts[1][0]
+
+
+@pytest.mark.parametrize("missing", ["evaluations", "best rewards"])
+def test_a_checkpoint_that_does_not_have_all_of_an_evaluation_begins_a_new_comparison(missing: str):
+    watch = HealthWatch()
+    watch.evaluated(*evaluation(40, 0))
     watch.observe(HEALTHY)
     state = json.loads(json.dumps(watch.state()))
     for held in (state["held_out"], *state["rows"]):
-        for name in ("evaluations", "held out evaluations"):
-            held.pop(name, None)
+        held.pop(missing, None)
+        held.pop(f"held out {missing}", None)
     again = HealthWatch()
     again.restore(state)
     assert again.observe(HEALTHY) == []
-    again.evaluated(evaluation(0.3, 50))
-    assert "after 0.6 at round 0" in again.observe(HEALTHY)[0]
+    for right, told in ((20, False), (38, False), (20, True)):
+        again.evaluated(*evaluation(right, 50))
+        assert bool(again.observe(HEALTHY)) == told
 
 
 def test_a_policy_that_stays_as_it_is_hardly_ever_seems_to_unlearn():
@@ -122,7 +153,7 @@ def test_a_policy_that_stays_as_it_is_hardly_ever_seems_to_unlearn():
         watch, abilities, texts = HealthWatch(), [rng.random() for _ in tasks], set[str]()
         for number in range(80):
             scores = {"sums": [float(rng.random() < ability) for ability in abilities]}
-            watch.evaluated({**evaluation_row(tasks, 1.0, scores), "round": 50 * number})
+            watch.evaluated({**evaluation_row(tasks, 1.0, scores), "round": 50 * number}, scores)
             texts.update(watch.observe(HEALTHY))
         num_told += bool(texts)
     assert num_told <= 1
