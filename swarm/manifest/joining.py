@@ -67,6 +67,8 @@ def compose(
     functions, which are known by their content. `origin` says where a user's setting comes from.
     Raises ConfigError where the user contradicts the manifest, TaskError where a file is missing or differs.
     """
+    if manifest.merging and manifest.silo:
+        defaults = merge(defaults, {"merging": {"enabled": True}})
     decided = decisions(manifest, task_files, reward_files)
     own_peers = _get(user, "network", "initial_peers")
     peers = [*bootstrap_addresses(manifest), *(own_peers if isinstance(own_peers, list | tuple) else ())]

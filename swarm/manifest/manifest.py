@@ -172,6 +172,8 @@ class Manifest(Section):
     """As `sharing.common_tasks`. Without it there are none. Older software, which would take them for copies, refuses it."""
     solved_groups: Literal[True] | None = None
     """As `sharing.solved_groups`. Older software, in which such groups count against their author, refuses it."""
+    merging: Literal[True] | None = None
+    """Members of a silo merge adapters unless they set `merging.enabled`. Elsewhere it is advice, as partners are strangers."""
     tasks: Annotated[tuple[ManifestTask, ...], Field(min_length=1, max_length=64)]
 
     @field_validator("founder")
@@ -294,7 +296,7 @@ def changes(known: Manifest, later: Manifest) -> list[str]:
     lines = [f"task {name} is new: {new[name]}" for name in new if name not in old]
     lines += [f"task {name} is removed" for name in old if name not in new]
     lines += [f"task {name}: {old[name]} → {new[name]}" for name in new if name in old and old[name] != new[name]]
-    for name in ("bases", "lineages", "gossip", "silo", "held_out_share", "common_tasks", "solved_groups"):
+    for name in ("bases", "lineages", "gossip", "silo", "held_out_share", "common_tasks", "solved_groups", "merging"):
         lines += _change(name, *(getattr(one, name) for one in (known, later)))
     for name in ManifestLimits.model_fields:
         lines += _change(f"limit {name}", *(getattr(one.limits, name) for one in (known, later)))

@@ -332,6 +332,7 @@ def test_a_founder_has_nobody_dial_the_services_of_others(place: str, is_dialled
         {"limits": {"max_group_size": 9}},
         {"common_tasks": 0.5},
         {"solved_groups": True},
+        {"merging": True},
     ],
 )
 def test_every_part_but_addresses_and_description_counts_as_a_change(content: dict[str, Any]) -> None:
@@ -341,7 +342,7 @@ def test_every_part_but_addresses_and_description_counts_as_a_change(content: di
 def test_every_field_of_a_manifest_is_compared_or_known_to_be_harmless() -> None:
     """A new field has to be put into one of the two."""
     compared = {"tasks", "bases", "lineages", "gossip", "silo", "limits", "held_out_share", "common_tasks"}
-    compared |= {"solved_groups"}
+    compared |= {"solved_groups", "merging"}
     fixed = {"format", "protocol", "name", "id", "founder", "created_at", "edition"}
     assert set(Manifest.model_fields) == compared | fixed | {"description", "bootstrap"}
 

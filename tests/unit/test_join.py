@@ -71,6 +71,25 @@ def test_manifest_decides_tasks_name_id_and_limits_and_the_user_the_rest() -> No
 
 
 @pytest.mark.parametrize(
+    ("silo", "merging", "user", "merges"),
+    [
+        (True, True, None, True),
+        (True, True, False, False),
+        (True, None, None, False),
+        (True, None, True, True),
+        (None, True, None, False),  # partners are strangers
+        (None, True, True, True),
+    ],
+)
+def test_members_of_a_silo_merge_where_its_owner_says_so_and_they_do_not(
+    silo: bool | None, merging: bool | None, user: bool | None, merges: bool
+) -> None:
+    manifest = make(silo=silo, merging=merging)
+    own = {} if user is None else {"merging": {"enabled": user}}
+    assert composed(manifest, own).merging.enabled == merges
+
+
+@pytest.mark.parametrize(
     ("user", "names"),
     [
         ({"swarm": {"name": "foes"}}, ["swarm.name", "friends", "foes"]),
@@ -226,9 +245,11 @@ def test_an_update_changes_what_is_given_and_prints_what_members_must_agree_to(t
     third = read_manifest(str(path), first.founder)
     assert (third.limits, third.gossip, third.edition, third.id) == (second.limits, "off", 3, first.id)
     assert update("--any-base") == ["it changes:", "  bases: bundled, a/b → any", lines[-1].replace("3", "4")]
+    assert update("--merging.enabled", "true")[1] == "  merging: not set → True"
+    assert update("--merging.enabled", "false")[1] == "  merging: True → not set"
     assert update("--description", "later") == ["it changes nothing that members must agree to"]
     assert "it knows" in update("--tasks.sources", '[{name = "lcm", parameters = {x = 1}}]', code=6)[0]
-    assert read_manifest(str(path)).edition == 5, "a mistake signs nothing"
+    assert read_manifest(str(path)).edition == 7, "a mistake signs nothing"
 
 
 def test_preflight_imports_neither_torch_nor_the_network(founded: Path) -> None:

@@ -23,6 +23,7 @@ _SETTING = {
     "held_out_share": ("tasks", "held_out_share"),
     "common_tasks": ("sharing", "common_tasks"),
     "solved_groups": ("sharing", "solved_groups"),
+    "merging": ("merging", "enabled"),
     "gossip": ("network", "gossip"),
 }
 """{what a manifest decides: the setting that gives it}."""
@@ -121,7 +122,7 @@ def checked_config(
 
 
 def manifest_content(config: "Config") -> dict[str, Any]:
-    """Tasks, what of them is held out or common, what is shared, limits and gossip of a manifest, in its shape."""
+    """Tasks, what of them is held out or common, what is shared or merged, limits and gossip of a manifest, in its shape."""
     from swarm.manifest.joining import published_task
     from swarm.manifest.manifest import ManifestLimits
 
@@ -131,6 +132,7 @@ def manifest_content(config: "Config") -> dict[str, Any]:
         "held_out_share": config.tasks.held_out_share or None,
         "common_tasks": config.sharing.common_tasks or None,
         "solved_groups": config.sharing.solved_groups or None,
+        "merging": config.merging.enabled or None,
     }
     return {"tasks": tasks, "limits": limits, "gossip": config.network.gossip, **shares}
 
