@@ -66,7 +66,7 @@ class Newcomer:
         return config, adjusted(origin_in(layers), resolve(layers), config, "manifest")
 
     def check_folder(self, config: Config, *, is_new: bool = False) -> tuple[NodeFolder, list[str]]:
-        """The node's folder, which may join, and what the user should know of the manifest: its tasks, or its changes.
+        """The node's folder, which may join, and what the user should know of the manifest: its tasks or changes, and merging.
 
         `is_new`: an earlier run is moved aside. Raises ManifestError.
         """
@@ -75,7 +75,16 @@ class Newcomer:
             self._check_no_other_run(files)
         changed = check_joined(files.manifest, self.manifest, self.accepted_edition)
         tasks = [f"task {task.source_name}: {task.settings}" for task in self.manifest.tasks]
-        return files, [plain(line) for line in (changed if self.is_joined() else tasks)]
+        merging = [f"merging: {said}"] if (said := self.said_of_merging(config)) else []
+        return files, [plain(line) for line in (*(changed if self.is_joined() else tasks), *merging)]
+
+    def said_of_merging(self, config: Config) -> str:
+        """What the user should know of the manifest's `merging`; empty where there is nothing to decide."""
+        if not self.manifest.merging or config.merging.enabled != bool(self.manifest.silo):
+            return ""
+        if self.manifest.silo:
+            return "members merge their adapters, which leave the machine for it; with --merging.enabled false this one's stays"
+        return "the founder advises it, also with strangers; with --merging.enabled true this node does"
 
     def check_learning(self, config: Config) -> None:
         """Check what takes seconds: tasks, and the lineage where it decides. Raises SwarmError."""

@@ -24,6 +24,7 @@ from swarm.machine.hardware import Hardware, choose_policy
 from swarm.manifest.files import read_manifest
 from swarm.manifest.joining import choose, compose, file_sha256, needs_lineage
 from swarm.manifest.manifest import Manifest, create
+from swarm.manifest.newcomer import Newcomer
 from swarm.records.codec import PROTOCOL_VERSION
 from swarm.records.identity import Identity
 from tests import swarm_process
@@ -86,7 +87,11 @@ def test_members_of_a_silo_merge_where_its_owner_says_so_and_they_do_not(
 ) -> None:
     manifest = make(silo=silo, merging=merging)
     own = {} if user is None else {"merging": {"enabled": user}}
-    assert composed(manifest, own).merging.enabled == merges
+    config = composed(manifest, own)
+    assert config.merging.enabled == merges
+    said = Newcomer(manifest, Path("mine"), []).said_of_merging(config)
+    assert bool(said) == bool(merging and user is None), "who has decided is told nothing"
+    assert not said or ("--merging.enabled false" if silo else "also with strangers") in said
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _OPTIONS = ("--founder", "--task-file", "--reward-file", "--check", "--dial", "--dry-run", "--fresh", "--resume",
             "--accept-edition", "--gpus", "--end-when-stuck")  # fmt: skip
-_MERGING_IN_SILO = "members merge their adapters; with --merging.enabled false this node does not"
-_MERGING_ELSEWHERE = "the founder advises it, also with strangers; with --merging.enabled true this node does"
 
 
 def join(
@@ -202,8 +200,8 @@ def _findings(newcomer: "Newcomer", hardware: "Hardware", *, dial: bool) -> Iter
     if manifest.silo:
         member = "this node is a member, and the base is at hand"
         yield tried("silo", member, lambda: check_silo(config, files))
-    if manifest.merging:
-        yield note("merging", _MERGING_IN_SILO if manifest.silo else _MERGING_ELSEWHERE)
+    if said := newcomer.said_of_merging(config):
+        yield note("merging", said)
     for task in manifest.tasks:
         yield note(f"task {task.source_name}", task.settings)
     yield from task_findings(config.tasks)
