@@ -1,10 +1,11 @@
 """Builds the configuration with which this machine joins a swarm, and checks what must hold before it does.
 
     hardware ─ what fits this machine ────────┐
+    manifest ─ advice ────────────────────────┤
     user ───── files, environment, overrides ─┼─ later wins ─→ Config
     manifest ─ tasks, id, limits ─────────────┘
 
-The manifest's decisions cannot be overridden: a contradiction is an error, never silently resolved.
+The manifest's decisions cannot be overridden: a contradiction is an error, never silently resolved. Its advice can.
 """
 
 import hashlib
@@ -61,20 +62,19 @@ def compose(
     *,
     reward_files: Sequence[Path] = (),
 ) -> Config:
-    """Compose the Config of a node: `defaults` of the hardware, `user` settings over them, the manifest's over both.
+    """Compose the Config of a node: `defaults` and the manifest's advice, `user` settings over them, its decisions over all.
 
     `task_files` holds paths of JSONL files and data sets by the name of their task, `reward_files` files of reward
     functions, which are known by their content. `origin` says where a user's setting comes from.
     Raises ConfigError where the user contradicts the manifest, TaskError where a file is missing or differs.
     """
-    if manifest.merging and manifest.silo:
-        defaults = merge(defaults, {"merging": {"enabled": True}})
+    own = merge(merge(defaults, advice(manifest)), user)
     decided = decisions(manifest, task_files, reward_files)
     own_peers = _get(user, "network", "initial_peers")
     peers = [*bootstrap_addresses(manifest), *(own_peers if isinstance(own_peers, list | tuple) else ())]
-    settings = merge(merge(merge(defaults, user), decided), {"network": {"initial_peers": list(dict.fromkeys(peers))}})
+    settings = merge(merge(own, decided), {"network": {"initial_peers": list(dict.fromkeys(peers))}})
     config = parse(settings, origin)
-    _check_agreement(manifest, decided, user, config, origin)
+    _check_agreement(manifest, decided, user, own, config=config, origin=origin)
     config = _within_limits(manifest, user, config, origin)
     if config.network.backend == "off":
         raise ConfigError('network.backend must not be "off" to join a swarm, got "off"; remove it')
@@ -222,6 +222,11 @@ def decisions(
     }
 
 
+def advice(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """Return {section: {setting: value}} that the manifest sets for members who do not: none whose partners are strangers."""
+    return {"merging": {"enabled": True}} if manifest.merging and manifest.silo else {}
+
+
 def _source(task: ManifestTask, path: Path | None, reward_files: Mapping[str, Path]) -> dict[str, Any]:
     source = task.model_dump(exclude={"sha256"})
     for facts, signal in zip(source["signals"], task.signals, strict=True):
@@ -253,8 +258,11 @@ def _in_place(task: ManifestTask, signal: RewardSignalSection, path: Path | None
     return f"{path.resolve()}:{signal.function.rpartition(':')[2]}"
 
 
-def _check_agreement(manifest: Manifest, decided: Settings, user: Settings, config: Config, origin: Origin) -> None:
-    wanted = parse(merge(user, {"network": {"backend": "hivemind"}}))
+def _check_agreement(
+    manifest: Manifest, decided: Settings, user: Settings, own: Settings, *, config: Config, origin: Origin
+) -> None:
+    """`own`: the settings of `user`, with those that they rest on."""
+    wanted = parse(merge(own, {"network": {"backend": "hivemind"}}))
     for section, settings in decided.items():
         for key in settings:
             if _get(user, section, key) is None:

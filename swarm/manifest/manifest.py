@@ -173,7 +173,8 @@ class Manifest(Section):
     solved_groups: Literal[True] | None = None
     """As `sharing.solved_groups`. Older software, in which such groups count against their author, refuses it."""
     merging: Literal[True] | None = None
-    """Members of a silo merge adapters unless they set `merging.enabled`. Elsewhere it is advice, as partners are strangers."""
+    """Members of a silo merge adapters unless they set `merging.enabled`; elsewhere, where partners are strangers, they are told.
+    Older software refuses it."""
     tasks: Annotated[tuple[ManifestTask, ...], Field(min_length=1, max_length=64)]
 
     @field_validator("founder")

@@ -11,6 +11,7 @@ from swarm.machine.hardware import Hardware, hardware_config
 from swarm.machine.node_folder import NodeFolder
 from swarm.manifest.files import check_joined, read_manifest
 from swarm.manifest.joining import (
+    advice,
     check_lineage,
     check_tasks,
     choose,
@@ -62,7 +63,7 @@ class Newcomer:
         tasks, rewards = self.own_files.tasks, self.own_files.rewards
         config = compose(self.manifest, defaults, mine, tasks, origin_in(self.user), reward_files=rewards)
         decided = Layer("manifest", decisions(self.manifest, tasks, rewards))
-        layers = [Layer("hardware", defaults), *self.user, decided]
+        layers = [Layer("hardware", defaults), Layer("manifest", advice(self.manifest)), *self.user, decided]
         return config, adjusted(origin_in(layers), resolve(layers), config, "manifest")
 
     def check_folder(self, config: Config, *, is_new: bool = False) -> tuple[NodeFolder, list[str]]:

@@ -113,9 +113,8 @@ class HealthWatch:
         first = state.get("first", {})  # not in what 0.1.0 wrote
         self._first = {name: list(first.get(name, ())) for name in _AT_START}
         held_out: dict[str, Any] = dict(state.get("held_out") or {})
-        is_whole = held_out.get("best rewards") and held_out.get(
-            "evaluations"
-        )  # not in the first states that had the rest
+        # the first states that had it lack these two
+        is_whole = held_out.get("best rewards") and held_out.get("evaluations")
         self._held_out = held_out if is_whole else {}
 
 

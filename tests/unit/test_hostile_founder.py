@@ -342,7 +342,7 @@ def test_every_part_but_addresses_and_description_counts_as_a_change(content: di
 def test_every_field_of_a_manifest_is_compared_or_known_to_be_harmless() -> None:
     """A new field has to be put into one of the two."""
     compared = {"tasks", "bases", "lineages", "gossip", "silo", "limits", "held_out_share", "common_tasks"}
-    compared |= {"solved_groups", "merging"}
+    compared |= {"merging", "solved_groups"}
     fixed = {"format", "protocol", "name", "id", "founder", "created_at", "edition"}
     assert set(Manifest.model_fields) == compared | fixed | {"description", "bootstrap"}
 

@@ -94,6 +94,13 @@ def test_members_of_a_silo_merge_where_its_owner_says_so_and_they_do_not(
     assert not said or ("--merging.enabled false" if silo else "also with strangers") in said
 
 
+def test_settings_that_need_merging_rest_on_what_the_owner_of_a_silo_says() -> None:
+    final = {"merging": {"final": True}}
+    assert composed(make(silo=True, merging=True), final).merging.final
+    with pytest.raises(ConfigError, match=r"merging\.final needs merging\.enabled"):
+        composed(make(merging=True), final)
+
+
 @pytest.mark.parametrize(
     ("user", "names"),
     [

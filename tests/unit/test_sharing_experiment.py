@@ -124,8 +124,8 @@ def test_rates_beyond_the_grid_are_tried_where_the_best_is_at_its_edge() -> None
 
 def test_the_target_is_crossed_between_two_evaluations() -> None:
     curve = Curve((0.1, 0.3, 0.5), (0.0, 100.0, 200.0), (0.0, 1.0, 2.0), (0.0, 1.0, 2.0))
-    assert curve.first(0.4, curve.tokens) == pytest.approx(150)
-    assert curve.first(0.05, curve.tokens) == 0 and curve.first(0.6, curve.tokens) is None
+    assert curve.first(0.4, "tokens") == pytest.approx(150)
+    assert curve.first(0.05, "tokens") == 0 and curve.first(0.6, "tokens") is None
 
 
 def test_speedups_are_those_of_a_member_over_the_best_silo() -> None:
@@ -138,14 +138,14 @@ def test_speedups_are_those_of_a_member_over_the_best_silo() -> None:
     ]
     by_name = {one.arm: one for one in summarize(results)}
     # a point is the mean of three: .4 in rounds 3, 4, 5 of the silo, 2, 3, 4 of the sharing arm, and 1, 2, 3 of the oracle
-    assert by_name[SILO].tokens_speedup.mean == pytest.approx(1)
-    assert by_name["8/24"].tokens_speedup.mean == pytest.approx(4 / 3)
-    assert by_name[ORACLE].tokens_speedup.mean == pytest.approx(2)
+    assert by_name[SILO].speedups["tokens"].mean == pytest.approx(1)
+    assert by_name["8/24"].speedups["tokens"].mean == pytest.approx(4 / 3)
+    assert by_name[ORACLE].speedups["tokens"].mean == pytest.approx(2)
     assert by_name["8/24"].share_of_oracle.mean == pytest.approx(2 / 3)
-    assert by_name["8/24"].seconds_speedup.mean == pytest.approx(4 / 3)
+    assert by_name["8/24"].speedups["seconds"].mean == pytest.approx(4 / 3)
     assert (
         by_name["8/8"].num_missed == by_name["silo, replay 8"].num_missed == 1
-        and by_name["8/8"].tokens_speedup.values == ()
+        and by_name["8/8"].speedups["tokens"].values == ()
     )
     assert figures(results)["8/24"]["speedup_tokens"]["mean"] == pytest.approx(1.3333)
 
@@ -196,7 +196,7 @@ def test_a_silo_that_goes_on_without_learning_makes_nobody_faster() -> None:
         summarize([result_of(SILO, [0.1] * 3 + [0.4] * rounds), result_of("8/24", [0.1, 0.1, 0.4, 0.4, 0.4])])[1]
         for rounds in (3, 30)
     )
-    assert short.tokens_speedup == long.tokens_speedup
+    assert short.speedups["tokens"] == long.speedups["tokens"]
 
 
 def test_seeds_that_a_silo_lacks_are_left_out_and_arms_may_have_fewer() -> None:
@@ -215,9 +215,9 @@ def test_training_on_others_answers_counts_on_the_clock() -> None:
     sharing = result_of("8/24", [0.1] * 3 + [0.4] * 3)
     sharing["members"][0]["tokens_trained"] = [40.0] * 5
     by_name = {one.arm: one for one in summarize([silo, sharing])}
-    assert by_name["8/24"].tokens_speedup.mean == pytest.approx(1)
+    assert by_name["8/24"].speedups["tokens"].mean == pytest.approx(1)
     # a round of 10 sampled tokens costs 10 + 10/4 alone, and 10 + 40/4 here
-    assert by_name["8/24"].clock_speedup.mean == pytest.approx(12.5 / 20)
+    assert by_name["8/24"].speedups["clock"].mean == pytest.approx(12.5 / 20)
 
 
 def test_arms_are_chosen_by_name() -> None:
@@ -241,8 +241,8 @@ def test_unlike_members_rest_and_are_reported_by_kind(tmp_path: Path) -> None:
     ]  # fmt: skip
     by_name = {one.arm: one for one in summarize(results)}
     assert set(by_name) == {SILO, "one late, 8/all: first", "one late, 8/all: late"}
-    assert by_name["one late, 8/all: first"].tokens_speedup.mean == pytest.approx(1)
-    assert by_name["one late, 8/all: late"].tokens_speedup.mean == pytest.approx(4)
+    assert by_name["one late, 8/all: first"].speedups["tokens"].mean == pytest.approx(1)
+    assert by_name["one late, 8/all: late"].speedups["tokens"].mean == pytest.approx(4)
 
 
 def test_specialists_draw_their_own_tasks_and_know_all() -> None:

@@ -27,6 +27,8 @@ SAMPLING_OVER_TRAINING = 4.0
 into sampling (OpenRLHF, 2405.11143). It is taken from there, not measured here."""
 PARTS_OF_GAIN = (0.5, 0.75, 1.0)
 """Of what the best silo gains from its start to its end, by the mean curves."""
+SPENT = ("tokens", "seconds", "clock")
+"""What a `Curve` counts beside the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,9 @@ class Curve:
             )
         )
 
-    def first(self, target: float, spent: Sequence[float]) -> float | None:
-        """What was spent where the curve first reaches the target, between two points in proportion; None where it never does."""
+    def first(self, target: float, by: str) -> float | None:
+        """What was spent, of `SPENT`, where the curve first reaches the target, between two points in proportion; else None."""
+        spent = getattr(self, by)
         for place, reward in enumerate(self.rewards):
             if reward >= target:
                 if not place:
@@ -93,11 +96,8 @@ class ArmSummary:
     lr_factor: float
     final: Spread
     """Held-out reward at the end."""
-    tokens_speedup: Spread
-    """Own sampled tokens of the best silo to its target, over those of a member of this arm."""
-    seconds_speedup: Spread
-    clock_speedup: Spread
-    """By `Curve.clock`."""
+    speedups: Mapping[str, Spread]
+    """By each of `SPENT`: of the best silo to its target, over that of a member of this arm."""
     num_seeds: int
     num_missed: int
     """Seeds in which it never reached the target."""
@@ -118,31 +118,24 @@ def summarize(results: Sequence[Result]) -> list[ArmSummary]:
         if silos and all((silo, seed) in curves for silo in silos)
     }
     by_tokens = {
-        (arm, seed): _speedup(curve, curve.tokens, best[seed], best[seed].tokens)
-        for (arm, seed), curve in curves.items()
-        if seed in best
+        (arm, seed): _speedup(curve, best[seed], "tokens") for (arm, seed), curve in curves.items() if seed in best
     }
     found: list[ArmSummary] = []
     for arm in arms:
         seeds = [seed for seed in best if (arm, seed) in curves]
         reached = [seed for seed in seeds if by_tokens[arm, seed] is not None]
+        speedups = {by: [_speedup(curves[arm, seed], best[seed], by) for seed in reached] for by in SPENT}
         of_oracle = [
             (mine, theirs)
             for seed in reached
             if (mine := by_tokens[arm, seed]) and (theirs := by_tokens.get((ORACLE, seed)))
         ]
-        seconds = [
-            _speedup(curves[arm, seed], curves[arm, seed].seconds, best[seed], best[seed].seconds) for seed in reached
-        ]
-        clock = [_speedup(curves[arm, seed], curves[arm, seed].clock, best[seed], best[seed].clock) for seed in reached]
         found.append(
             ArmSummary(
                 arm=arm,
                 lr_factor=factors[arm],
                 final=Spread.of(curves[arm, seed].rewards[-1] for seed in seeds),
-                tokens_speedup=Spread.of(by_tokens[arm, seed] or 0.0 for seed in reached),
-                seconds_speedup=Spread.of(one for one in seconds if one is not None),
-                clock_speedup=Spread.of(one for one in clock if one is not None),
+                speedups={by: Spread.of(one for one in each if one is not None) for by, each in speedups.items()},
                 num_seeds=len(seeds),
                 num_missed=len(seeds) - len(reached),
                 share_of_oracle=Spread.of(mine / theirs for mine, theirs in of_oracle),
@@ -155,8 +148,8 @@ def table(summaries: Sequence[ArmSummary]) -> Table:
     """Every arm as mean ± standard deviation over seeds."""
     rows = [
         [
-            one.arm, f"{one.lr_factor:g}", one.final.text(3), _text(one.tokens_speedup, one.num_missed),
-            _text(one.share_of_oracle, 0), _text(one.seconds_speedup, 0), _text(one.clock_speedup, 0), str(one.num_seeds),
+            one.arm, f"{one.lr_factor:g}", one.final.text(3), _text(one.speedups["tokens"], one.num_missed),
+            _text(one.share_of_oracle), _text(one.speedups["seconds"]), _text(one.speedups["clock"]), str(one.num_seeds),
         ]
         for one in summaries
     ]  # fmt: skip
@@ -194,7 +187,7 @@ def table_of_means(results: Sequence[Result]) -> Table:
                     _factor(factor) + _range([] if arm == silo else [part[arm, by][place] for part in of_parts])
                     for place, factor in enumerate(of_all[arm, by])
                 )
-                for by in _SPENT
+                for by in SPENT
             ]
             needed_s = fmean(by_seed[arm, seed].seconds[-1] for seed in seeds)
             rows.append([arm, final[arm].text(3), *cells, f"{needed_s:.0f} s"])
@@ -202,10 +195,6 @@ def table_of_means(results: Sequence[Result]) -> Table:
         "arm", "held-out at its end", "× by own tokens", "× by processor time", "× by the clock", "processor time at its end",
     ]  # fmt: skip
     return Table("To half, three quarters and all of what the best silo gains, by the mean curves", headers, rows)
-
-
-_SPENT = ("tokens", "seconds", "clock")
-"""Columns of a `Curve`."""
 
 
 def _mean_factors(
@@ -223,9 +212,9 @@ def _mean_factors(
     best, start = curves[silo], fmean(starts[seed] for seed in seeds)
     targets = [start + part * (best.rewards[-1] - start) for part in PARTS_OF_GAIN]
     return {
-        (arm, by): [_speedup(curve, getattr(curve, by), best, getattr(best, by), target) for target in targets]
+        (arm, by): [_speedup(curve, best, by, target) for target in targets]
         for arm, curve in curves.items()
-        for by in _SPENT
+        for by in SPENT
     }
 
 
@@ -247,9 +236,7 @@ def figures(results: Sequence[Result]) -> dict[str, Any]:
         one.arm: {
             "lr_factor": one.lr_factor,
             "held_out": one.final.rounded(),
-            "speedup_tokens": one.tokens_speedup.rounded(),
-            "speedup_seconds": one.seconds_speedup.rounded(),
-            "speedup_clock": one.clock_speedup.rounded(),
+            **{f"speedup_{by}": speedup.rounded() for by, speedup in one.speedups.items()},
             "share_of_oracle": one.share_of_oracle.rounded(),
             "seeds_missed": one.num_missed,
         }
@@ -259,14 +246,17 @@ def figures(results: Sequence[Result]) -> dict[str, Any]:
 
 def curves_of(results: Sequence[Result]) -> list[Curves]:
     """Held-out reward by own tokens and by processor time, mean over seeds."""
-    by_tokens: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-    by_seconds: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-    for arm in (name for name in ARMS if any(result["arm"] == name for result in results)):
-        mean = Curve.mean([Curve.of(result) for result in results if result["arm"] == arm])
-        by_tokens[arm], by_seconds[arm] = (mean.tokens, mean.rewards), (mean.seconds, mean.rewards)
+    means = {
+        arm: Curve.mean([Curve.of(result) for result in results if result["arm"] == arm])
+        for arm in ARMS
+        if any(result["arm"] == arm for result in results)
+    }
     return [
-        Curves("by what a member samples", "own tokens", "held-out reward", by_tokens),
-        Curves("by what a member computes", "processor seconds", "held-out reward", by_seconds),
+        Curves(title, label, "held-out reward", {arm: (getattr(mean, by), mean.rewards) for arm, mean in means.items()})
+        for by, title, label in (
+            ("tokens", "by what a member samples", "own tokens"),
+            ("seconds", "by what a member computes", "processor seconds"),
+        )
     ]
 
 
@@ -305,15 +295,13 @@ def _silos(rows: Iterable[str]) -> list[str]:
     return [row for row in rows if row in ARMS and ARMS[row].is_silo]
 
 
-def _speedup(
-    own: Curve, spent: Sequence[float], silo: Curve, spent_by_silo: Sequence[float], target: float | None = None
-) -> float | None:
-    """To what the silo has at its end, or to `target`."""
+def _speedup(own: Curve, silo: Curve, by: str, target: float | None = None) -> float | None:
+    """To what the silo has at its end, or to `target`; None where one of them never gets there."""
     target = silo.rewards[-1] if target is None else target
-    needed, by_silo = own.first(target, spent), silo.first(target, spent_by_silo)
+    needed, by_silo = own.first(target, by), silo.first(target, by)
     return None if needed is None or by_silo is None else by_silo / max(needed, 1e-9)
 
 
-def _text(spread: Spread, num_missed: int) -> str:
+def _text(spread: Spread, num_missed: int = 0) -> str:
     missed = f" ({num_missed} missed)" if num_missed else ""
     return (spread.text(2) if spread.values else "") + missed
