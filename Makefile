@@ -28,20 +28,24 @@ demo: $(INSTALLED)  ## A swarm of four nodes that learn from each other, on this
 quick: $(READY) format lint types  ## While you work: format, lint, types and the quick unit tests, in about a minute
 	$(PYTEST) -n $(WORKERS) --timeout 60 $$($(BIN)/python -m tests.quick)
 
-TESTS ?= tests/unit tests/fuzz
-TOGETHER = -n $(WORKERS) --dist worksteal -m "not alone"
-# Property tests draw 25 examples each, and 100 in `make check`.
-test: $(READY)  ## Unit tests and fuzzing: under six minutes
-	$(PYTEST) $(TOGETHER) --hypothesis-profile short $(TESTS)
-
+STATIC = $(MAKE) --no-print-directory -j 2 format lint types security audit docs
+# What takes long comes first; tests whose deadlines bear no load (`alone`) run after all others, one at a time.
+TESTS = tests/e2e tests/swarm tests/unit tests/fuzz
+TOGETHER = $(PYTEST) -n $(WORKERS) --dist worksteal $(TESTS)
 # A test that failed beside others runs once more by itself, and counts if it fails again. It is named both times: repair it.
 # Only failed tests (exit code 1) get that; a run that broke off has failed.
 AGAIN = [ $$? = 1 ] && echo "Failed once; once more, one at a time:" && $(PYTEST) -v --last-failed --last-failed-no-failures none
-# What takes long comes first; tests whose deadlines bear no load run one after the other.
-check: $(READY)  ## All checks, which CI runs: also swarms in one process, in processes and in namespaces; types, security, docs
-	@$(MAKE) --no-print-directory -j 2 format lint types security audit docs
-	$(PYTEST) $(TOGETHER) tests/e2e tests/swarm $(TESTS) || { $(AGAIN) -m "not alone"; }
-	$(PYTEST) -m alone tests/e2e || { $(AGAIN) -m alone; }
+# Property tests draw 25 examples each, and 100 in `make check`.
+SHORT = --hypothesis-profile short -m
+test: $(READY)  ## Most of the checks, which CI runs at each change: under 15 minutes
+	@$(STATIC)
+	$(TOGETHER) $(SHORT) "not alone and not long" || { $(AGAIN) $(SHORT) "not alone and not long"; }
+	$(PYTEST) tests/e2e $(SHORT) "alone and essential" || { $(AGAIN) $(SHORT) "alone and essential"; }
+
+check: $(READY)  ## All checks, before a release and each night: also the tests that take long (tests/long.py)
+	@$(STATIC)
+	$(TOGETHER) -m "not alone" || { $(AGAIN) -m "not alone"; }
+	$(PYTEST) tests/e2e -m alone || { $(AGAIN) -m alone; }
 
 VLLM ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 VLLM_VENV := .venv-vllm

@@ -1,4 +1,4 @@
-"""Leaves out what this machine cannot run, and says so."""
+"""Marks tests that take long, and leaves out what this machine cannot run, and says so."""
 
 import os
 import signal
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import long
 
 # How long an example takes depends on what else the machine does; pytest bounds the whole test.
 settings.register_profile("swarm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -22,8 +24,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `netns` build networks of their own: only where root may do that. `extra`: only with that package."""
+    listed = long.listed()
+    for item in items:
+        if long.name_of(item.nodeid) in listed and not item.get_closest_marker("essential"):
+            item.add_marker("long")
     _leave_out_missing_extras(config, items)
     wanted = [item for item in items if item.get_closest_marker("netns")]
     if not wanted:

@@ -29,6 +29,7 @@ def node_in(folder: Path, **sections: dict[str, object]) -> swarm.Node:
     return swarm.Node.from_config(**SMALL | {"node": {"dir": str(folder), "seed": 3}} | sections)
 
 
+@pytest.mark.essential
 @pytest.mark.timeout(180)
 def test_a_node_learns_goes_on_answers_and_is_saved(tmp_path: Path) -> None:
     node = node_in(tmp_path / "node")

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 import tomli_w
 
 from swarm.config import load
@@ -73,6 +74,7 @@ def memory_mib(node: Command) -> float:
     return sum(part.memory_info().rss for part in (process, *process.children(recursive=True))) / 2**20
 
 
+@pytest.mark.essential
 def test_swarm_is_founded_joined_and_outlives_its_bootstrap_peer(tmp_path: Path) -> None:
     done(tmp_path, "create", "friends")
     manifest = tmp_path / "friends.swarm.toml"

@@ -21,6 +21,7 @@ def sha256_of(peer_id: str) -> str:
     return hashlib.sha256(random.Random(peer_id).randbytes(NUM_BYTES)).hexdigest()
 
 
+@pytest.mark.essential
 async def test_four_processes_pair_up_and_have_each_other_s_adapter(tmp_path: Path) -> None:
     async with MergeNode(tmp_path / "own", NUM_BYTES, QUIET) as own, contextlib.AsyncExitStack() as stack:
         others = [

@@ -161,6 +161,7 @@ def test_gossip_between_two_homes_passes_through_a_public_node(network: Network,
         assert reader.call("meet_others") == [public.peer_id], "no other way than through the public node"
 
 
+@pytest.mark.essential
 def test_node_with_a_forwarded_port_proves_it_and_is_dialled_there(network: Network, tmp_path: Path) -> None:
     home, other = network.home(forwarded_port=4001), network.home()
     with contextlib.ExitStack() as stack:

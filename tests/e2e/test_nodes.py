@@ -38,6 +38,7 @@ def drawn_always() -> set[str]:
     return drawn - {"swarm_merge_merges_total", "swarm_exchange_rejected_records"}
 
 
+@pytest.mark.essential
 def test_nodes_learn_together_and_a_late_one_joins(tmp_path: Path) -> None:
     with NodeProcess(node_settings(tmp_path / "a")) as a:
         join = {"initial_peers": [a.address()]}
@@ -68,6 +69,7 @@ def test_nodes_learn_together_and_a_late_one_joins(tmp_path: Path) -> None:
         assert a.wait() == 0
 
 
+@pytest.mark.essential
 @pytest.mark.alone
 def test_interrupt_ends_node_and_daemon_within_five_seconds(tmp_path: Path) -> None:
     with NodeProcess(node_settings(tmp_path / "a")) as a:
@@ -85,6 +87,7 @@ def test_interrupt_ends_node_and_daemon_within_five_seconds(tmp_path: Path) -> N
         assert "resumed after round" in again.output.read_text()
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("rollouts", "training", "merging"),
     [
@@ -137,6 +140,7 @@ def test_two_processes_cannot_share_one_identity(tmp_path: Path) -> None:
         assert str(first.process.pid) in second.output.read_text()
 
 
+@pytest.mark.essential
 def test_forged_replayed_and_lying_records_are_turned_away(tmp_path: Path) -> None:
     # No floor: how likely an honest answer of hers is there decides else whether the first lie gets her banned.
     settings = node_settings(tmp_path / "a", sharing={"likelihood_floor_quantile": 0.0})

@@ -53,6 +53,7 @@ def test_a_killed_stage_is_taken_over_by_a_spare(tmp_path: Path, capsys: pytest.
     assert any(tensor.abs().max() > 0 for name, tensor in checkpoint.tensors["adapter"].items() if "lora_B" in name)
 
 
+@pytest.mark.essential
 def test_a_killed_driver_takes_its_pipeline_over_from_the_last_checkpoint(tmp_path: Path) -> None:
     with pipeline_processes(tmp_path, 2, layers=("0:1", "1:3"), **SETTINGS) as machines:
         machines.step_after(2)

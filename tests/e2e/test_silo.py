@@ -94,6 +94,7 @@ def learned(*members: Member) -> None:
     wait_for(probe, "learning from each other", *members, deadline_s=DEADLINE_S)
 
 
+@pytest.mark.essential
 def test_silo_of_two_nodes_lets_nobody_in_and_nothing_out(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     port_a, port_b = free_port(), free_port()

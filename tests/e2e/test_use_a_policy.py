@@ -225,6 +225,7 @@ def test_lm_eval_measures_an_exported_policy_on_a_task_of_ones_own(folder: Path,
     assert found["exact_match,none"] == float(answer == "7")
 
 
+@pytest.mark.essential
 def test_run_eval_sample_and_export_work_on_one_folder(tmp_path: Path) -> None:
     ran = swarm(
         "run",

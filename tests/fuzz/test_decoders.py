@@ -56,6 +56,7 @@ def test_corpus_is_taken_or_refused(name: str) -> None:
         check(name, file.read_bytes())
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("name", _BOMBS)
 def test_bombs_cost_bounded_time_and_memory(name: str) -> None:
     TARGETS[name](b"")  # what is imported or made once is none of the bomb's
@@ -69,6 +70,7 @@ def test_bombs_cost_bounded_time_and_memory(name: str) -> None:
         assert peak_bytes < MAX_PEAK_BYTES + len(bomb), f"{name} took {peak_bytes} bytes for {bomb[:40]!r}"
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("name", TARGETS)
 @settings(max_examples=100, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), raw=st.binary(max_size=64))

@@ -148,6 +148,7 @@ def test_frozen_nodes_and_wrong_clocks_harm_nobody_else() -> None:
     in_swarm(scenario)
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "reason_of",
     [

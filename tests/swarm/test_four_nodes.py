@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 
 from swarm.network.memory.transport import Faults, MemoryNetwork
@@ -18,6 +19,7 @@ HARMLESS = REASONS_OF_FLIPPED_BYTES | {"no_signal", "unavailable", "replay", "wr
 LOSSY = Faults(loss=0.1, duplication=0.2, corruption=0.02, delay_s=(0.0, 0.01))
 
 
+@pytest.mark.essential
 def test_four_nodes_learn_from_each_other_on_a_lossy_network(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     network = MemoryNetwork(random.Random(7), time.time, LOSSY)

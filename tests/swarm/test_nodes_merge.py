@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -96,6 +97,7 @@ def test_nodes_of_one_lineage_merge_and_come_closer_and_a_stranger_steps_alone(t
     assert unlikeness(*(saved(node) for node in pair)) < 0.7 * apart
 
 
+@pytest.mark.essential
 def test_newcomer_begins_where_three_donors_are(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     network = MemoryNetwork(random.Random(7), time.time)

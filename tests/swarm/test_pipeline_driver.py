@@ -176,6 +176,7 @@ async def test_a_pipeline_samples_and_trains_as_one_process_does(tmp_path: Path)
         assert torch.isfinite(scored.logprobs).all()
 
 
+@pytest.mark.essential
 async def test_a_lost_machine_costs_one_step_and_a_spare_goes_on_from_the_copy(tmp_path: Path) -> None:
     async with driven_pipeline(tmp_path, copy_interval_steps=1) as driven:
         groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)

@@ -106,6 +106,7 @@ def test_random_bytes_raise_nothing_but_invalid_record(data: bytes) -> None:
             decode(data)
 
 
+@pytest.mark.essential
 @settings(max_examples=300)
 @given(st.data())
 def test_a_changed_field_raises_nothing_but_invalid_record(data: st.DataObject) -> None:

@@ -131,6 +131,7 @@ def test_drawing_reads_no_settings_of_the_current_folder(folder: Path) -> None:
     assert ended.stdout.strip() == "10.0", ended.stderr
 
 
+@pytest.mark.essential
 def test_only_one_place_starts_python() -> None:
     """Beside the sandbox and the helper that ends a stuck process, which isolate more, and the processes that answer lines."""
     known = {

@@ -141,6 +141,7 @@ def commands(page: str) -> list[str]:
 USED = [(page, line) for page in PAGES for line in commands(page)]
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(("page", "line"), USED)
 def test_command_of_a_page_is_understood(page: str, line: str) -> None:
     words = shlex.split(line.replace("…", ""))

@@ -71,6 +71,7 @@ def test_logprobs_as_sampled_and_of_the_policy_equal_unpadded_passes(
             assert completion.policy_logprobs == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.essential
 @each_engine
 @each_model
 def test_greedy_answers_equal_generate_token_by_token(

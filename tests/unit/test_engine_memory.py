@@ -109,6 +109,7 @@ def test_a_group_holds_its_long_prompt_once(make_policy: MakePolicy) -> None:
     assert run.num_bytes == (400 + 8 * 10) * model.token_bytes
 
 
+@pytest.mark.essential
 def test_a_second_call_with_prompts_of_unlike_lengths_keeps_them_apart(make_policy: MakePolicy) -> None:
     policy = make_policy()
     engine = SlotEngine(policy, 64)

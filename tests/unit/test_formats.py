@@ -92,6 +92,7 @@ def test_rows_of_metrics_are_read_under_the_present_names(left: NodeFolder) -> N
     assert not any(RENAMED_METRICS.keys() & row.keys() for row in rounds)
 
 
+@pytest.mark.essential
 def test_node_goes_on_after_the_last_round_of_the_old_version(left: NodeFolder) -> None:
     config = load([left.config], {"node.dir": f'"{left.path}"', "node.max_rounds": "3", "observability.http": "false"})
     before = CheckpointStore(left.checkpoints, 1).load_newest()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests import house, mutants, quick
+from tests import house, long, mutants, quick
 
 TARGETS = set(re.findall(r"^([a-z]+):", (house.ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -36,16 +36,31 @@ def test_hooks_call_tools_of_the_environment_and_targets_that_exist() -> None:
         assert entry[1] in TARGETS if entry[0] == "make" else (house.ROOT / entry[0]).exists()
 
 
-def test_workflow_runs_what_everyone_runs_with_no_right_to_write() -> None:
-    workflow = yaml.safe_load((house.ROOT / ".github/workflows/ci.yml").read_text())
-    assert workflow["permissions"] == {"contents": "read"}
-    for job in workflow["jobs"].values():
-        assert job["timeout-minutes"] <= 60
-        assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
-    runs = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in workflow["jobs"].items()}
-    assert runs == {"check": [".ci/run"], "vllm": ["make vllm VLLM=cpu"], "lmeval": ["make lmeval"]}
-    commands = re.findall(r"^make (\w+)", (house.ROOT / ".ci/run").read_text(), re.MULTILINE)
-    assert commands and set(commands) <= TARGETS
+def test_workflows_run_what_everyone_runs_with_no_right_to_write() -> None:
+    found: dict[str, list[str]] = {}
+    for name in ("ci", "nightly"):
+        workflow = yaml.safe_load((house.ROOT / f".github/workflows/{name}.yml").read_text())
+        assert workflow["permissions"] == {"contents": "read"}
+        for job, parts in workflow["jobs"].items():
+            assert parts["timeout-minutes"] <= 60
+            steps = parts["steps"]
+            assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]) for step in steps if "uses" in step)
+            found[job] = [step["run"] for step in steps if "run" in step]
+    assert found == {
+        "check": [".ci/run"],
+        "vllm": ["make vllm VLLM=cpu"],
+        "lmeval": ["make lmeval"],
+        "all": [".ci/run check"],
+    }
+    assert (house.ROOT / ".ci/run").read_text().splitlines()[-1] == 'make "${1:-test}"'
+    assert {"test", "check"} <= TARGETS
+
+
+def test_tests_that_are_listed_as_long_exist_and_some_are_essential() -> None:
+    listed = long.listed()
+    assert sorted(listed.keys() - long.existing()) == [], "write tests/long.txt anew, as tests/long.py says"
+    assert min(listed.values()) >= long.LIMIT_S
+    assert long.name_of("tests/unit/test_x.py::TestZ::test_y[a::b]") == "tests.unit.test_x.TestZ.test_y"
 
 
 def test_images_of_a_release_are_published_with_pinned_actions_and_least_rights() -> None:

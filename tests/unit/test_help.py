@@ -56,6 +56,7 @@ def test_help_says_what_it_reads_and_writes_with_examples_and_exit_codes(words: 
     assert set(re.findall(r"\b\d+\b", told[1])) <= CODES
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("words", [words for words in ALL if words[0] not in OBSERVERS], ids=" ".join)
 def test_examples_use_options_that_exist(words: tuple[str, ...]) -> None:
     text = "\n".join(page(words))

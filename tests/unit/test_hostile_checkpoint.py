@@ -106,6 +106,7 @@ class One(CheckpointStore):
         return self._checkpoint
 
 
+@pytest.mark.essential
 def test_whatever_stands_in_a_state_is_one_error(run: tuple[Learner, Path, Checkpoint]) -> None:
     own, _, saved = run
     assert own.resume(One(saved))

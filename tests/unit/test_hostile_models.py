@@ -167,6 +167,7 @@ def test_a_damaged_index_is_one_error(base: Path, text: str) -> None:
         locate_base(str(base), None)
 
 
+@pytest.mark.essential
 def test_there_is_one_way_to_load() -> None:
     for path in SOURCE.rglob("*.py"):
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))

@@ -73,6 +73,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("package", sorted(ALLOWED))
 def test_package_imports_only_what_it_may(package: str) -> None:
     may = ALLOWED[package] | EVERYONE | {package.split("/")[0]}
@@ -109,6 +110,7 @@ COMMANDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.essential
 def test_commands_start_without_torch() -> None:
     """One after the other in one process, in which each must end well with none of the large libraries imported."""
     script = (

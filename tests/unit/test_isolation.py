@@ -107,6 +107,7 @@ _MAY_EXECUTE = ("sandbox/inside/program.py", "tasks/rewards/plugin_process.py", 
 """What runs in a sandbox: a policy's program, and an operator's reward function. And the caller's own function, from Python."""
 
 
+@pytest.mark.essential
 def test_nothing_is_unpickled_evaluated_or_given_to_a_shell() -> None:
     """Beside bandit in `make check`."""
     forbidden = {

@@ -118,6 +118,7 @@ def missing(text: str) -> Iterator[str]:
             yield name
 
 
+@pytest.mark.essential
 def test_files_and_modules_that_texts_name_are_there() -> None:
     found = {
         f"{path.relative_to(ROOT)}: {name}"

@@ -76,6 +76,7 @@ def test_no_version_is_allowed_that_is_known_to_have_a_hole() -> None:
         assert Version(allowed[name]) >= Version(first), name
 
 
+@pytest.mark.essential
 def test_wheel_holds_every_data_file_and_the_ready_configurations(wheel: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
     data = {

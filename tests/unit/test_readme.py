@@ -31,6 +31,7 @@ def test_make_targets_exist() -> None:
     assert named <= targets
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("swarm ")])
 def test_command_of_the_readme_is_understood(command: str) -> None:
     words = shlex.split(command)

@@ -290,6 +290,7 @@ def test_links_deep_in_a_folder_are_found(folder: Path, victim: Path) -> None:
         check_no_links(folder)
 
 
+@pytest.mark.essential
 def test_files_are_written_in_one_way_only() -> None:
     """Those that may write otherwise do it in folders that they have made themselves, or are told to fill."""
     known = {

@@ -91,6 +91,7 @@ def test_a_program_that_waits_is_ended() -> None:
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "body",
     [

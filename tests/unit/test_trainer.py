@@ -146,6 +146,7 @@ def test_micro_batches_do_not_change_the_report(make_policy: MakePolicy):
         assert getattr(reports[1], field) == pytest.approx(getattr(reports[0], field), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "settings", [{}, {"quantization": "8bit"}, {"quantization": "4bit"}, {"gradient_checkpointing": True}]
 )
@@ -377,6 +378,7 @@ def test_an_adapter_that_cannot_move_is_an_error(make_policy: MakePolicy):
         trainer.step(groups)
 
 
+@pytest.mark.essential
 def test_a_resumed_run_is_bitwise_equal(make_policy: MakePolicy):
     settings = {"inner_epochs": 2, "warmup_steps": 3, "kl_coef": 0.01}
 
