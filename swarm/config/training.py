@@ -23,7 +23,7 @@ class TrainingSection(Section):
     """Gradients are clipped to this global norm."""
     inner_epochs: PositiveInt = 1
     """Number of passes over one batch. A node on its own gained from 4, with a third of the learning rate, where measured with
-    short answers (benchmarks.md)."""
+    short answers; with long ones it needed fewer samples on the way and ended no higher (benchmarks.md)."""
     groups_per_step: NonNegativeInt = 4
     """Most groups of one optimizer step; a larger batch is split into several steps. 0: one step per batch."""
     micro_batch_tokens: PositiveInt | None = None
