@@ -166,7 +166,7 @@ ARMS = {
         SharingArm("merging", merge_interval_rounds=2, part_of_rounds=1.0),
         SharingArm("merging, more momentum", merge_interval_rounds=2, settings={"merging": {"alpha": 0.8}}),
         SharingArm("8/8, merging", 8, merge_interval_rounds=2, part_of_rounds=1.0),
-        SharingArm("8/24, merging", 24, merge_interval_rounds=2, part_of_rounds=_SHORT),
+        SharingArm("8/24, merging", 24, merge_interval_rounds=2, part_of_rounds=1.0),
         SharingArm("8/all, merging", ALL, merge_interval_rounds=2, part_of_rounds=_SHORT),
         SharingArm("8/all of 2", ALL, num_members=2, tuned_as="8/all"),
         SharingArm("8/all of 4", ALL, num_members=4, tuned_as="8/all"),
