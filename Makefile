@@ -37,10 +37,9 @@ TOGETHER = $(PYTEST) -n $(WORKERS) --dist worksteal $(TESTS)
 AGAIN = [ $$? = 1 ] && echo "Failed once; once more, one at a time:" && $(PYTEST) -v --last-failed --last-failed-no-failures none
 # Property tests draw 25 examples each, and 100 in `make check`.
 SHORT = --hypothesis-profile short -m
-test: $(READY)  ## Most of the checks, which CI runs at each change: under 15 minutes
+test: $(READY)  ## Most of the checks, which CI runs at each change: about ten minutes
 	@$(STATIC)
 	$(TOGETHER) $(SHORT) "not alone and not long" || { $(AGAIN) $(SHORT) "not alone and not long"; }
-	$(PYTEST) tests/e2e $(SHORT) "alone and essential" || { $(AGAIN) $(SHORT) "alone and essential"; }
 
 check: $(READY)  ## All checks, before a release and each night: also the tests that take long (tests/long.py)
 	@$(STATIC)

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests import house
 
 LIST = Path(__file__).with_name("long.txt")
-LIMIT_S = 4
+LIMIT_S = 3
 """Over all parameters of a function, beside other tests on two cores."""
 
 

@@ -69,7 +69,6 @@ def test_nodes_learn_together_and_a_late_one_joins(tmp_path: Path) -> None:
         assert a.wait() == 0
 
 
-@pytest.mark.essential
 @pytest.mark.alone
 def test_interrupt_ends_node_and_daemon_within_five_seconds(tmp_path: Path) -> None:
     with NodeProcess(node_settings(tmp_path / "a")) as a:

@@ -30,7 +30,6 @@ def start(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.essential
 @pytest.mark.alone
 def test_testbed_shares_ends_within_five_seconds_and_resumes(tmp_path: Path) -> None:
     testbed = start(tmp_path, "--rounds", "1000000")
