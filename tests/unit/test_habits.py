@@ -56,7 +56,7 @@ def test_workflows_run_what_everyone_runs_with_no_right_to_write() -> None:
     assert {"test", "check"} <= TARGETS
 
 
-def test_tests_that_are_listed_as_long_exist_and_some_are_essential() -> None:
+def test_tests_that_are_listed_as_long_exist() -> None:
     listed = long.listed()
     assert sorted(listed.keys() - long.existing()) == [], "write tests/long.txt anew, as tests/long.py says"
     assert min(listed.values()) >= long.LIMIT_S
