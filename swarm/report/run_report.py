@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -56,14 +57,17 @@ def write_report(folders: Sequence[Path], path: Path) -> int:
 
     Raises NodeNotRunningError where a folder holds no run, ConfigError where the file cannot be written.
     """
-    if len(folders) > _MAX_RUNS:
-        raise ConfigError(f"a report is about at most {_MAX_RUNS} runs, got {len(folders)}; name fewer folders")
     parts = [node_folders(folder) for folder in folders]
     max_bytes = min(MAX_BYTES, _MAX_METRICS_BYTES // sum(map(len, parts)))
     runs = [
-        Run(name, _read_all(folder, inner, max_bytes))
+        run
         for name, folder, inner in zip(_names(folders), folders, parts, strict=True)
+        for run in _by_swarm(name, _read_all(folder, inner, max_bytes))
     ]
+    if len(runs) > _MAX_RUNS:
+        raise ConfigError(
+            f"a report is about at most {_MAX_RUNS} runs, got {len(runs)}; name fewer folders, or those of fewer swarms"
+        )
     if len(runs) > 1:  # in which nodes may have the same names
         runs = [
             Run(
@@ -92,6 +96,14 @@ def _names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{place}: {path}" for place, path in enumerate(paths, 1)]
+
+
+def _by_swarm(name: str, nodes: Sequence[NodeRun]) -> list[Run]:
+    """One run, or one for each swarm of nodes that lie beside each other: they have not learned together."""
+    names = list(dict.fromkeys(node.swarm for node in nodes))
+    if len([one for one in names if one]) < 2:
+        return [Run(name, nodes)]
+    return [Run(f"{name}, swarm {one or 'unknown'}", [node for node in nodes if node.swarm == one]) for one in names]
 
 
 def _read_all(folder: Path, inner: Sequence[Path], max_bytes: int) -> list[NodeRun]:
@@ -149,13 +161,14 @@ def _read(folder: NodeFolder, max_bytes: int) -> NodeRun:
     except (OSError, ValueError):
         status = {}
     status = shown(status) if isinstance(status, dict) else {}
-    try:
-        config = tomli_w.dumps(shareable(tomllib.loads(read_file(folder.config, MAX_CONFIG_BYTES).decode())))
-    except (OSError, ValueError, RecursionError):
-        config = ""
+    settings: dict[str, Any] = {}
+    with suppress(OSError, ValueError, RecursionError):
+        settings = shareable(tomllib.loads(read_file(folder.config, MAX_CONFIG_BYTES).decode()))
+    of_swarm = settings.get("swarm", {})
+    swarm = " ".join(of_swarm[key] for key in ("name", "id") if of_swarm.get(key))
     state = str(history.end["reason"]) if history.end else "none in order"
     view = NodeView(folder.path.resolve().name, str(status.get("peer_name", "")), 0, state, history)
-    return NodeRun(view.name, history, summarize(view), status, config)
+    return NodeRun(view.name, history, summarize(view), status, tomli_w.dumps(settings), swarm)
 
 
 def _introduction(runs: Sequence[Run]) -> list[str]:

@@ -46,6 +46,8 @@ class NodeRun:
     """As it was last written; empty where it cannot be read."""
     config: str
     """TOML of what others may see; empty where there is none."""
+    swarm: str = ""
+    """The name of its swarm, and its id where that is set; empty where the configuration cannot be read."""
 
     @property
     def label(self) -> str:
@@ -55,7 +57,7 @@ class NodeRun:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A node, or the nodes of a testbed."""
+    """A node, or nodes of one swarm, as those of a testbed."""
 
     name: str
     nodes: Sequence[NodeRun]

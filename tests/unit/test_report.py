@@ -88,6 +88,16 @@ def test_a_testbeds_report_has_one_line_per_node(tmp_path: Path) -> None:
     assert all(f"node-{number} (name-{number})" in text for number in (1, 2, 3))
 
 
+def test_nodes_of_two_swarms_in_one_folder_are_two_runs(tmp_path: Path) -> None:
+    for name, swarm in (("a", "sums"), ("b", "sums"), ("c", "games")):
+        folder = node_folder(tmp_path / "runs" / name, 10)
+        (folder / "config.toml").write_text(f'[swarm]\nname = "{swarm}"\n')
+    assert write_report([tmp_path / "runs"], tmp_path / "report.html") == 3
+    told = text_of(tmp_path / "report.html")
+    assert "2 nodes trained for" in told and "Node runs, swarm games" in told
+    assert "runs, swarm sums/a" in told and "The best node is" not in told.split("swarm games")[-1]
+
+
 def text_of(path: Path) -> str:
     """Its words, as a person sees them."""
     return html.unescape(re.sub(r"<[^>]*>", " ", path.read_text()))

@@ -15,7 +15,8 @@ def report(
 ) -> None:
     """Write a run's story, curves, peers, exchange, merges and configuration to one self-contained file.
 
-    With several folders, also their figures beside each other and the settings in which they differ.
+    With several folders, or nodes of several swarms in one, also their figures
+    beside each other and the settings in which they differ.
 
     Examples:
       swarm report runs/mine
