@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from swarm.cli.swarm.create import create as create_command
 from swarm.cli.swarm.preflight import machine_findings
 from swarm.config import DEMO_TASKS, LOCAL_SETTINGS, load, parse
 from swarm.diagnostics.check_result import CheckResult, Level
@@ -23,10 +24,11 @@ from swarm.errors import ConfigError, ManifestError, TaskError
 from swarm.machine.hardware import Hardware, choose_policy
 from swarm.manifest.files import read_manifest
 from swarm.manifest.joining import choose, compose, file_sha256, needs_lineage
-from swarm.manifest.manifest import Manifest, create
+from swarm.manifest.manifest import Manifest, create, dump
 from swarm.manifest.newcomer import Newcomer
+from swarm.records import codec
 from swarm.records.codec import PROTOCOL_VERSION
-from swarm.records.identity import Identity
+from swarm.records.identity import Identity, load_or_create
 from tests import swarm_process
 
 FOUNDER = Identity(b"f" * 32)
@@ -224,6 +226,24 @@ def test_create_then_join_on_the_command_line(tmp_path: Path) -> None:
     assert checked.stdout.strip().endswith("can join")
     assert f"jsonl own, sha256 {file_sha256(tmp_path / 'own.jsonl')}, verifier exact" in checked.stdout
     assert not (tmp_path / "runs").exists(), "nor does a preflight"
+
+
+def test_an_update_by_a_later_release_takes_the_swarm_to_its_protocol_and_one_by_an_older_release_never_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, path = tmp_path / "key", tmp_path / "friends.swarm.toml"
+    founder = load_or_create(key)
+    tasks = [DEMO_TASKS[0].model_dump(exclude=LOCAL_SETTINGS)]
+    path.write_text(dump(create(founder, "friends", 2, 1e9, tasks=tasks, bases=["bundled"]), founder))
+    given: dict[str, Any] = {name: [] for name in ("bootstrap", "base", "lineage", "arguments")}
+    given |= {"key": key, "any_base": False, "description": "later", "update": path, "force": False}
+    with pytest.raises(ManifestError, match="protocol version 1, got 2; update this software"):
+        create_command(**given)
+    assert read_manifest(str(path)).edition == 1
+    monkeypatch.setattr(codec, "PROTOCOL_VERSION", 3)
+    create_command(**given)
+    assert (read_manifest(str(path)).protocol, read_manifest(str(path)).edition) == (3, 2)
+    assert "it is for protocol version 3, was 2: members need this release" in capsys.readouterr().out
 
 
 def test_an_update_changes_what_is_given_and_prints_what_members_must_agree_to(tmp_path: Path) -> None:

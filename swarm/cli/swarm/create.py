@@ -162,14 +162,21 @@ def _write_new(path: Path, key: Path, name: str, content: dict[str, Any]) -> Non
 def _update(path: Path, founder: "Identity", settings: list[str], content: dict[str, Any]) -> None:
     """Sign the next edition of the manifest in `path`, and print what it changes. `content`: what options give of it."""
     from swarm.manifest.files import read_manifest, write_text
-    from swarm.manifest.manifest import changed, changes, dump
+    from swarm.manifest.manifest import changed, changes, check_protocol, dump
+    from swarm.records.codec import PROTOCOL_VERSION
 
     known = read_manifest(str(path))
+    if known.protocol > PROTOCOL_VERSION:
+        check_protocol(known, PROTOCOL_VERSION)  # an older release would take the swarm back
     if founder.peer_id == known.founder:  # else `dump` refuses, and before that nothing is to be looked up
         content = _content_of(known, settings, content.get("bootstrap", [])) | content
-    later = changed(known, **content)
+    later = changed(known, protocol=PROTOCOL_VERSION, **content)
     write_text(path, dump(later, founder))
     print(f"signed edition {later.edition} of {later.name} in {path}; send it to those who join")
+    if later.protocol > known.protocol:
+        print(
+            f"it is for protocol version {later.protocol}, was {known.protocol}: members need this release or a later one"
+        )
     if found := changes(known, later):
         print("it changes:", *(f"  {plain(line)}" for line in found), sep="\n")
         print(f"members must agree to that: swarm join {path} --accept-edition {later.edition}")
