@@ -48,9 +48,9 @@ class MergingSection(Section):
     drift_threshold: PositiveFloat = 1.0
     """Layers are merged as products instead of factors if averaging the factors has a larger relative error than this. Up
     to 0.6, averaging was no worse where measured."""
-    search_timeout_s: PositiveFloat = 30.0
-    """Longest search for a partner, in seconds. Training continues meanwhile. With about the length of an outer round
-    nearly all nodes find one."""
+    search_timeout_s: Annotated[float, Field(ge=0)] = 0.0
+    """Longest search for a partner, in seconds. Training continues meanwhile. Nodes meet only while both search. 0: nine tenths
+    of the time between the last two offers, at least 30 s and at most 50 minutes, so that nearly all find one."""
     request_timeout_s: PositiveFloat = 10.0
     """Longest wait for a small request to a partner, in seconds. A part of an adapter gets more time by its size."""
     min_bytes_per_s: PositiveFloat = 131072.0

@@ -12,6 +12,7 @@ import pytest
 
 from swarm.merging.exchange.proposal import MAX_LAG_ROUNDS
 from swarm.merging.exchange.ready_list import CATCH_UP_TO
+from swarm.merging.exchange.recent_partners import MergeTimeouts
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import Faults
 from swarm.types import Alone, Outcome, Partner, Snapshot
@@ -90,6 +91,28 @@ def test_partners_are_drawn_evenly_and_few_stay_alone() -> None:
         assert chi_squared < 55.5, pairs  # of 28 pairs, 27 degrees of freedom: less in 999 of 1000 uniform draws
 
     in_merge_swarm(8, scenario)
+
+
+@pytest.mark.parametrize(("count", "inner_s"), [(2, 240.0), (4, 1200.0)])
+def test_searches_last_as_long_as_outer_rounds_so_that_few_nodes_with_long_ones_meet(
+    count: int, inner_s: float
+) -> None:
+    num_offers = 20
+
+    async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
+        await live_together(nodes, num_offers, inner_s=inner_s)
+        # each node's first search is a short one, and so is that of which nobody knew how long it would have to be
+        assert tell(nodes)["merged"] >= (num_offers - 2) * count, tell(nodes)
+
+    in_merge_swarm(count, scenario, timeouts=MergeTimeouts(request_timeout_s=3.0))
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "interval_s", "search_s"),
+    [(0.0, 0.0, 30.0), (0.0, 20.0, 30.0), (0.0, 200.0, 180.0), (0.0, 1e6, 3000.0), (7.0, 200.0, 7.0)],
+)
+def test_length_of_a_search(fixed_s: float, interval_s: float, search_s: float) -> None:
+    assert MergeTimeouts(search_s=fixed_s).search_after(interval_s) == pytest.approx(search_s)
 
 
 def test_nodes_of_one_pace_do_not_meet_the_same_neighbour_for_ever() -> None:

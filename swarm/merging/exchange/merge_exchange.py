@@ -30,7 +30,7 @@ from swarm.merging.exchange.proposal import (
     ProposalHandler,
 )
 from swarm.merging.exchange.ready_list import ReadyList
-from swarm.merging.exchange.recent_partners import MergeTimeouts, RecentPartners
+from swarm.merging.exchange.recent_partners import LONGEST_SEARCH_S, MergeTimeouts, RecentPartners
 from swarm.network.context import NodeContext
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, sha256
 from swarm.network.requests.transfer import Download, fetch
@@ -88,6 +88,8 @@ class MergeExchange:
         )
         self._proposals = ProposalHandler(context, self._current, self._recent)
         self._next: _Request | None = None
+        self._offered_at: float | None = None
+        """When the last offer began, on the loop's clock."""
         self._arrived = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.outcomes: Counter[str] = Counter()
@@ -107,7 +109,7 @@ class MergeExchange:
 
         An adapter that is offered during the transfers of the one before waits up to `MergeTimeouts.transfer_s` longer.
         """
-        return self._timeouts.total_s(num_bytes)
+        return self._timeouts.total_s(num_bytes, self._timeouts.search_s or LONGEST_SEARCH_S)
 
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
         """Find a partner for this adapter. Returns at once, from any thread; the future never raises."""
@@ -188,8 +190,11 @@ class MergeExchange:
 
     async def _hold(self, request: _Request) -> None:
         """Find a partner and fetch its adapter; then wait until the partner has fetched the own one."""
-        own = self._own = await self._sign(request.snapshot)
-        is_anybody_ready = await self._search.run(own)
+        now = asyncio.get_running_loop().time()
+        search_s = self._timeouts.search_after(0.0 if self._offered_at is None else now - self._offered_at)
+        self._offered_at = now
+        own = self._own = await self._sign(request.snapshot, search_s)
+        is_anybody_ready = await self._search.run(own, search_s)
         if own.partner is None:
             self._own = None  # from here on nobody can become its partner
             request.finish(Alone("declined" if is_anybody_ready else "nobody"))
@@ -209,7 +214,7 @@ class MergeExchange:
         request.finish(outcome)
         return isinstance(outcome, Partner)
 
-    async def _sign(self, snapshot: Snapshot) -> OfferedAdapter:
+    async def _sign(self, snapshot: Snapshot, search_s: float) -> OfferedAdapter:
         digest, level = await sha256(snapshot.payload), await self._ready.level(snapshot.lineage)
         now, num_bytes = self._transport.now(), len(snapshot.payload)
         offer = AdapterOffer.of(
@@ -218,7 +223,7 @@ class MergeExchange:
             sha256=digest,
             level=level,
             created_at=now,
-            expires_at=now + min(self._timeouts.total_s(num_bytes), MAX_LIFETIME_S),
+            expires_at=now + min(self._timeouts.total_s(num_bytes, search_s), MAX_LIFETIME_S),
         )
         record = sign_offer(self._context.identity, self._context.swarm_id, offer)
         return OfferedAdapter(offer, record, snapshot.payload)

@@ -37,6 +37,8 @@ whoever waits, and equally fast nodes would always meet the same partner. Strang
 node has seen who else is ready: a node that is always ready and asks at once would be ahead of all others."""
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 4.0
+_FEWEST_LOOKS = 64
+"""In a long search pauses are longer: who comes later looks at once, and finds this node on the list."""
 _PAUSE_AFTER_S = {"busy": BUSY_PAUSE_S, "unreachable": UNREACHED_PAUSE_S}
 _MAY_HAVE_ARRIVED = ("deadline", "cut", "damaged")
 """Failures after which the peer may have accepted without this node knowing, so that it is asked once more."""
@@ -65,26 +67,27 @@ class PartnerSearch:
         self._unavailable: set[tuple[str, float]] = set()
         """Listed offers, by peer and time, that were declined for good during this search."""
 
-    async def run(self, own: OfferedAdapter) -> bool:
+    async def run(self, own: OfferedAdapter, search_s: float) -> bool:
         """Search until there is a partner or the time is over. Returns whether anybody else was ready at all."""
         loop = asyncio.get_running_loop()
-        ends_at, listed_until = loop.time() + self._timeouts.search_s, self._transport.now() + self._timeouts.search_s
+        ends_at, listed_until = loop.time() + search_s, self._transport.now() + search_s
         self._recent.begin_offer()
         self._unavailable.clear()
         is_anybody_ready = bool(
             await self._look(own)
         )  # before anybody can propose, because whose turn it is depends on who is ready
         await self._ready.enlist(own.offer, own.record, listed_until)
-        await self._wait(own, self._rng.uniform(0.0, self._timeouts.search_s * _WAITING_SHARE))
+        await self._wait(own, self._rng.uniform(0.0, search_s * _WAITING_SHARE))
         num_looks = 0
         while own.partner is None and loop.time() < ends_at:
             await self._ready.enlist(own.offer, own.record, listed_until)
             others = await self._look(own)
             is_anybody_ready = is_anybody_ready or bool(others)
-            own.takes_strangers = loop.time() > ends_at - self._timeouts.search_s * (1 - _WAITING_SHARE)
-            own.takes_anybody = loop.time() > ends_at - self._timeouts.search_s / 2
+            own.takes_strangers = loop.time() > ends_at - search_s * (1 - _WAITING_SHARE)
+            own.takes_anybody = loop.time() > ends_at - search_s / 2
             await self._propose_to_some(own, others, ends_at)
-            await self._pause(own, num_looks, ends_at)
+            longest_s = min(max(_MAX_PAUSE_S, search_s / _FEWEST_LOOKS), _FIRST_PAUSE_S * 2.0 ** min(num_looks, 16))
+            await self._wait(own, min(longest_s * self._rng.uniform(0.2, 1.0), ends_at - loop.time()))
             num_looks += 1
         return is_anybody_ready or own.partner is not None
 
@@ -154,10 +157,6 @@ class PartnerSearch:
             self._backoff.failed(other.peer_id)
             return None
         return theirs
-
-    async def _pause(self, own: OfferedAdapter, num_looks: int, ends_at: float) -> None:
-        longest_s = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(num_looks, 8))
-        await self._wait(own, min(longest_s * self._rng.uniform(0.2, 1.0), ends_at - asyncio.get_running_loop().time()))
 
     @staticmethod
     async def _wait(own: OfferedAdapter, duration_s: float) -> None:

@@ -16,26 +16,38 @@ from dataclasses import dataclass
 from swarm.limits.bounded_maps import BoundedMap
 from swarm.sharing.reputation import AuthorShares
 
+SHORTEST_SEARCH_S, LONGEST_SEARCH_S = 30.0, 3000.0
+_SEARCH_SHARE = 0.9
+"""Of the time between two offers."""
+
 
 @dataclass(frozen=True, slots=True)
 class MergeTimeouts:
     """How long finding a partner and exchanging adapters may take."""
 
-    search_s: float = 30.0
-    """Of the search for a partner. Longer searches find more partners where nodes take different times for their inner steps."""
+    search_s: float = 0.0
+    """Of the search for a partner. 0: see `search_after`."""
     request_timeout_s: float = 10.0
     """Of one small request; a piece of an adapter gets more, by its size."""
     min_bytes_per_s: float = 131_072.0
     """A partner whose adapter comes in more slowly than this (one megabit per second) is given up."""
 
+    def search_after(self, interval_s: float) -> float:
+        """Longest search for an offer that begins `interval_s` after the one before; 0 where there was none.
+
+        Nodes meet only while both search, so it lasts nearly as long as an outer round. It ends before the next offer is due:
+        that one would have to wait, and with each wait the search would grow.
+        """
+        return self.search_s or min(max(SHORTEST_SEARCH_S, _SEARCH_SHARE * interval_s), LONGEST_SEARCH_S)
+
     def transfer_s(self, num_bytes: int) -> float:
         """Longest time that fetching an adapter takes."""
         return self.request_timeout_s + num_bytes / self.min_bytes_per_s
 
-    def total_s(self, num_bytes: int) -> float:
+    def total_s(self, num_bytes: int, search_s: float) -> float:
         """Longest time from an offer to its outcome, where the index answers in time."""
         # A proposal that is under way when the search ends may take two tries.
-        return self.search_s + 2 * self.request_timeout_s + self.transfer_s(num_bytes)
+        return search_s + 2 * self.request_timeout_s + self.transfer_s(num_bytes)
 
 
 MAX_REMEMBERED = 8
