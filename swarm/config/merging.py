@@ -19,8 +19,10 @@ class MergingSection(Section):
     """Merge adapters with partners. Off: only experience is shared. Where measured, nodes that merge end above every silo, and
     highest with 8 groups of others beside it (short answers); merging alone takes the least processor time. It bears a larger
     training.lr than a node on its own: 1.4 times with long answers, four times with short ones (benchmarks.md)."""
-    inner_steps: PositiveInt = 32
-    """Optimizer steps between two outer steps (H)."""
+    inner_steps: PositiveInt = 4
+    """Optimizer steps between two outer steps (H), which come after a round, so at most one of them in each. With fewer,
+    training learned faster in every comparison; with 16 or more it learned no faster than a silo. An outer step sends and
+    receives one adapter: on a slow line set more steps, or a smaller precision."""
     interval_s: Annotated[float, Field(ge=0)] = 0.0
     """Take outer steps at multiples of this many seconds of the swarm's clock, whatever the number of inner steps. Nodes of
     different speed then meet without waiting for each other. 0: by inner_steps."""
@@ -43,8 +45,11 @@ class MergingSection(Section):
     multiple of the distance of our own training. A stranger is a peer with fewer than four admitted bodies. 0: strangers
     change nothing."""
     gate_tasks: NonNegativeInt = 24
-    """Number of private tasks on which a merge must not lower the reward to be applied. They cannot show a hidden response
-    to a prompt that only the partner knows: strangers_factor bounds that. 0: no test."""
+    """Number of private tasks on which a merge that is tried must not lower the reward to be applied. They cannot show a hidden
+    response to a prompt that only the partner knows: strangers_factor bounds that. 0: no test."""
+    gate_share: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Largest number of answers that trying merges takes, as a fraction of those that the node samples for its rounds. Chance
+    decides which merges are tried, so that no partner can know. 1: all of them, whatever it takes."""
     drift_threshold: PositiveFloat = 1.0
     """Layers are merged as products instead of factors if averaging the factors has a larger relative error than this. Up
     to 0.6, averaging was no worse where measured."""

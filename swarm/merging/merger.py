@@ -34,6 +34,7 @@ from torch import Tensor
 from swarm.adapters.product_merge import LowRank, Merged, drift, merge_products
 from swarm.config import MergingSection
 from swarm.errors import MergeError
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.merging.adapter_wire import decode_adapter, encode_adapter, encoded_bytes
 from swarm.merging.outer_optimizer import Adapter, AdapterOrigin, OuterOptimizer, carry_over, partner_weight
 from swarm.merging.pairer import Donate, Pairer
@@ -134,6 +135,7 @@ class MergeSchedule:
 Score = Callable[[Adapter], Scores]
 """The scores of an adapter on private tasks, one per task."""
 
+_MAX_REFUSED = 64
 _WHY_ALONE = {
     "nobody": "no node with the same base, policy.lora and merging.precision searched for a partner at the same time",
     "declined": "those that searched had other partners, or it was the turn of others",
@@ -170,9 +172,11 @@ class Merger:
         *,
         pairer: Pairer | None = None,
         score: Score | None = None,
+        tries: Callable[[], bool] = lambda: True,
         donate: Donate | None = None,
     ) -> None:
-        """Without a `pairer` every outer step is taken alone, without a `score` partners are trusted.
+        """Without a `pairer` every outer step is taken alone, without a `score` partners are trusted. `tries` says for each merge
+        whether it is tried by its score; with a partner that was refused the last time, it always is.
 
         Raises MergeError for an adapter that is too large to be sent.
         """
@@ -188,6 +192,9 @@ class Merger:
         self._schedule = schedule
         self._pairer = pairer
         self._score = score
+        self._tries = tries
+        self._refused: BoundedMap[str, None] = BoundedMap(_MAX_REFUSED)
+        """Partners of which all or a part was refused when they were tried last."""
         self._donate = donate
         self._outer = OuterOptimizer(config.alpha, config.beta, start)
         self._clip = NormClip(config.clip_factor)
@@ -303,6 +310,7 @@ class Merger:
             "strangers": self._strangers.state(),
             "reasons": dict(self._reasons),
             "last": dict(self._last),
+            "refused": list(self._refused),
         }
         return tensors, rest
 
@@ -315,6 +323,8 @@ class Merger:
         self._strangers.restore(state.get("strangers", {}))  # checkpoints of earlier versions have none
         self._reasons = Counter(state["reasons"])
         self._last = dict(state["last"])
+        for peer_id in state.get("refused", ()):
+            self._refused[peer_id] = None
         self._pending = None
 
     def _is_due(self, progress: float | None) -> bool:
@@ -381,7 +391,8 @@ class Merger:
             scaling=self.origin.scaling,
             drift_threshold=self._config.drift_threshold,
         )
-        share = self._gate(blend, pending.fast, current)
+        is_tried = self._score is not None and (peer_id in self._refused or self._tries())
+        share = self._gate(peer_id, blend, pending.fast, current) if is_tried else 1.0
         if is_stranger:
             self._strangers.spend(clipped, pending.fast, blend.weight(share))
         merged = blend.apply(share)
@@ -389,6 +400,7 @@ class Merger:
         self._last = {
             "merge/partner": peer_id,
             "merge/is_stranger": int(is_stranger),
+            "merge/is_tried": int(is_tried),
             "merge/partner_share": blend.weight(share),
             "merge/clipped_share": clipped_share,
             "merge/drift": blend.drift,
@@ -414,11 +426,18 @@ class Merger:
             self._logged.add(reason)
             logger.info("outer step %d alone: %s", self._outer.num_steps, _WHY_ALONE.get(reason, reason))
 
-    def _gate(self, blend: Blend, fast: Adapter, current: Adapter) -> float:
+    def _gate(self, peer_id: str, blend: Blend, fast: Adapter, current: Adapter) -> float:
+        """The share that a partner gets by its score. One that was refused is tried until it passes, and waits if it does not."""
         score = self._score
-        if score is None:
-            return 1.0
-        return choose_share(blend.preview, lambda merged: score(carry_over(merged.tensors, fast, current))).share
+        assert score is not None
+        share = choose_share(blend.preview, lambda merged: score(carry_over(merged.tensors, fast, current))).share
+        if share == 1:
+            self._refused.pop(peer_id, None)
+            return share
+        if peer_id in self._refused and self._pairer is not None:
+            self._pairer.report_unusable(peer_id)
+        self._refused[peer_id] = None
+        return share
 
     def _alone(self, fast: Adapter, reason: str, current: Adapter | None = None) -> OuterStep:
         """Take an outer step without a partner. `current`: the weights where training went on since `fast`."""

@@ -8,6 +8,7 @@ samples from one set of weights, and a merge needs no version of its own. All of
 """
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,8 +76,10 @@ class PolicyMerging:
             MergeSchedule(config.merging, int(config.swarm_id[:8], 16)),  # the same seed in all of the swarm
             pairer=ports.pairer if ports else None,
             score=self._gate,
+            tries=self._is_tried,
             donate=ports.donate if ports else None,
         )
+        self._rounds_since_merge = 0
         self._final_version = -1  # policy version that the last final merge ended with
         self._seen_version = policy.version
         self._seen_position = self._aligned(0)
@@ -102,6 +105,7 @@ class PolicyMerging:
             return
         self._seen_version, position = self._policy.version, self._position()
         num_steps, self._seen_position = position - self._seen_position, position
+        self._rounds_since_merge += 1
         started = time.monotonic()
         step = self._merger.after(num_steps, self._optimizer.read, self._policy.version, progress)
         if step is not None:
@@ -175,6 +179,13 @@ class PolicyMerging:
     def _gate(self) -> Callable[[Adapter], Scores] | None:
         return self._score if self._ports and self._config.merging.gate_tasks else None
 
+    def _is_tried(self) -> bool:
+        """Whether this merge is tried on private tasks."""
+        probability = try_probability(self._config, self._rounds_since_merge)
+        self._rounds_since_merge = 0
+        assert self._ports is not None
+        return random.Random(f"{self._ports.gate_seed}/try/{self._policy.version}").random() < probability
+
     def _score(self, weights: Adapter) -> Scores:
         """The reward of one answer per private task, with the same tasks and the same seed for all candidates of a merge.
 
@@ -205,3 +216,16 @@ class PolicyMerging:
                 continue  # one task fewer to try on
         self._gate_tasks = version, tasks
         return tasks
+
+
+def try_probability(config: Config, num_rounds: int) -> float:
+    """How likely a merge is to be tried that comes `num_rounds` after the one before.
+
+    Trying then takes `merging.gate_share` of the answers of rounds on average: two for each private task, one with the partner
+    and one without.
+    """
+    merging, rollouts = config.merging, config.rollouts
+    if merging.gate_share == 1 or not merging.gate_tasks:
+        return 1.0
+    sampled = num_rounds * rollouts.groups_per_round * rollouts.group_size
+    return merging.gate_share * sampled / (2 * merging.gate_tasks)

@@ -45,15 +45,13 @@ PROFILES = (
 
 MERGING: Mapping[str, str] = {
     "merging.enabled": "true",
-    "merging.inner_steps": "8",
-    "merging.search_timeout_s": "8.0",
     "merging.final": "true",
     "merging.final_interval_s": "30.0",
     "merging.final_tries": "3",
     "merging.final_window_s": "30.0",
 }
-"""Over the defaults where the nodes of a testbed merge: an outer round is some eight seconds here. Nodes of the profile with
-another adapter shape are of another lineage and find no partner in less than eight nodes."""
+"""Over the defaults where the nodes of a testbed merge. Nodes of the profile with another adapter shape are of another lineage
+and find no partner in less than eight nodes."""
 
 
 def final_merge_time(minutes: float, now: float) -> tuple[dict[str, str], float]:

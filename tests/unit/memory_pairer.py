@@ -1,7 +1,7 @@
 """A pairer whose partners a test decides on, and a replica with a toy adapter in place of a policy."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -90,7 +90,14 @@ def partner(weights: Adapter, outer_round: int = 0, **changes: Any) -> Partner:
 class ToyReplica:
     """Moves its weights at random, merges as its merger says."""
 
-    def __init__(self, pairer: MemoryPairer | None, seed: int = 0, score: Any = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        pairer: MemoryPairer | None,
+        seed: int = 0,
+        score: Any = None,
+        tries: Callable[[], bool] = lambda: True,
+        **settings: Any,
+    ) -> None:
         config = MergingSection(**({"enabled": True, "inner_steps": 3, "clip_factor": 1e6} | settings))
         schedule = MergeSchedule(config, seed=0)
         self.given: list[Snapshot] = []
@@ -100,6 +107,7 @@ class ToyReplica:
             schedule,
             pairer=pairer,
             score=score,
+            tries=tries,
             donate=self.given.append,
         )
         self.weights = start()

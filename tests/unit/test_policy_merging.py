@@ -12,9 +12,9 @@ from torch import Tensor
 from swarm.adapters.adapter_state import read_adapter
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.adapters.product_merge import layers_of
-from swarm.config import parse
+from swarm.config import Config, parse
 from swarm.merging.adapter_wire import encode_adapter
-from swarm.merging.policy_merging import MergePorts
+from swarm.merging.policy_merging import MergePorts, try_probability
 from swarm.node.learner import Learner, SwarmPorts
 from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import load_policy
@@ -38,7 +38,8 @@ class Setting:
                 "policy": {"lora": {"rank": 4, "targets": ["v_proj"]}},
                 "rollouts": {"groups_per_round": 3, "group_size": 4, "max_new_tokens": 8, "cache_mib": 64},
                 "sharing": {"own_groups": 3, "swarm_groups": 0, "publish": False},
-                "merging": {"enabled": True, "inner_steps": 2, "gate_tasks": 3, "clip_factor": 1e6} | merging,
+                "merging": {"enabled": True, "inner_steps": 2, "gate_tasks": 3, "gate_share": 1.0, "clip_factor": 1e6}
+                | merging,
             }
         )
         self.pairer = MemoryPairer()
@@ -158,6 +159,25 @@ def test_gate_keeps_a_ruined_policy_out() -> None:
     setting.answer(lambda weights: {n: t + 3 * torch.randn(t.shape, generator=generator) for n, t in weights.items()})
     row = setting.train_one_step()
     assert row["merge/reasons"] == {"gate": 1}
+
+
+def test_trying_merges_takes_a_share_of_the_answers_of_rounds_unless_all_are_tried() -> None:
+    def of(**merging: float) -> Config:
+        return parse({"merging": {"enabled": True, **merging}})
+
+    assert of().rollouts.groups_per_round * of().rollouts.group_size == 64 and of().merging.gate_tasks == 24
+    assert try_probability(of(), 3) == pytest.approx(0.1 * 3 * 64 / (2 * 24))
+    assert try_probability(of(gate_tasks=8, gate_share=0.5), 1) >= 1
+    assert try_probability(of(gate_share=1.0, gate_tasks=1000), 1) == 1
+
+
+def test_a_merge_that_is_not_tried_takes_the_partner_as_it_is() -> None:
+    setting = Setting(gate_tasks=24, gate_share=1e-9)
+    setting.train_until_offer()
+    generator = torch.Generator().manual_seed(0)
+    setting.answer(lambda weights: {n: t + 3 * torch.randn(t.shape, generator=generator) for n, t in weights.items()})
+    row = setting.train_one_step()
+    assert row["merge/reasons"] == {"merged": 1} and row["merge/is_tried"] == 0
 
 
 def test_moments_of_turned_factors_are_forgotten_and_training_goes_on() -> None:

@@ -132,6 +132,17 @@ SOLVED_GROUPS: Settings = {"sharing": {"baseline": "reader", "solved_groups": Tr
 INFORMATIVE: Settings = {"sharing": {"choice": "informative"}}
 COMMON_TASKS: Settings = {"sharing": {"common_tasks": 0.25}}
 
+_MERGING_EVERY = tuple(
+    SharingArm(name, merge_interval_rounds=rounds, tuned_as="merging", part_of_rounds=1.0)
+    for name, rounds in (
+        ("merging, every round", 1),
+        ("merging, every 4 rounds", 4),
+        ("merging, every 8 rounds", 8),
+        ("merging, every 16 rounds", 16),
+    )
+)
+"""The arm of merging itself does so every second round."""
+
 _SHORT = 0.4
 """Rounds of arms that train on at least three times as many groups of others as own ones."""
 
@@ -164,9 +175,11 @@ ARMS = {
         SharingArm("8/all, common tasks", ALL, settings=COMMON_TASKS, tuned_as="8/all", part_of_rounds=_SHORT),
         SharingArm("8/all, hints", ALL, hinted_share=1 / 4, tuned_as="8/all", part_of_rounds=_SHORT),
         SharingArm("merging", merge_interval_rounds=2, part_of_rounds=1.0),
+        *_MERGING_EVERY,
         SharingArm("merging, more momentum", merge_interval_rounds=2, settings={"merging": {"alpha": 0.8}}),
         SharingArm("8/8, merging", 8, merge_interval_rounds=2, part_of_rounds=1.0),
         SharingArm("8/24, merging", 24, merge_interval_rounds=2, part_of_rounds=1.0),
+        SharingArm("8/24, merging every round", 24, merge_interval_rounds=1, part_of_rounds=1.0),
         SharingArm("8/all, merging", ALL, merge_interval_rounds=2, part_of_rounds=_SHORT),
         SharingArm("8/all of 2", ALL, num_members=2, tuned_as="8/all"),
         SharingArm("8/all of 4", ALL, num_members=4, tuned_as="8/all"),
