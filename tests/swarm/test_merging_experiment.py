@@ -119,8 +119,8 @@ def test_hostile_names_are_met_at_every_stage_in_every_company() -> None:
 
 
 def test_every_attack_meets_every_number_of_liars_with_and_without_safety() -> None:
-    assert len(HOSTILE) == 2 + 2 * sum(len(kinds) for kinds in ATTACKS.values())
-    assert HOSTILE[attack_name("nan", 3, "default")].num_liars == 3
+    assert len(HOSTILE) == 3 + 2 * sum(len(kinds) for kinds in ATTACKS.values())
+    assert HOSTILE[attack_name("nan", 3, "clip and gate")].num_liars == 3
     assert HOSTILE[SAFE].gate_tasks > 0 and HOSTILE[NOLOCO].gate_tasks == 0
 
 
@@ -284,7 +284,7 @@ def test_ratios_are_paired_by_seed_and_missing_arms_are_none() -> None:
 
 
 def test_attacks_are_compared_with_the_run_of_the_same_safety() -> None:
-    random_off, random_safe = attack_name("random", 1, "off"), attack_name("random", 1, "default")
+    random_off, random_safe = attack_name("random", 1, "off"), attack_name("random", 1, "clip and gate")
     results = [
         result(NOLOCO, 0, [1.0]), result(SAFE, 0, [2.0]), result(random_off, 0, [3.0]), result(random_safe, 0, [2.2]),
     ]  # fmt: skip

@@ -15,13 +15,15 @@ OFF = 1e9
 """A limit that nothing reaches."""
 
 SILO, NOLOCO, DILOCO, PLAIN, OVERLAPPED = "silo", "NoLoCo", "DiLoCo", "pairs, plain average", "NoLoCo, overlapped"
-SAFE, AS_CONFIGURED, EQUAL_HOPS = "NoLoCo, clip and gate", "NoLoCo, default settings", "DiLoCo, equal hops"
+CLIPPED, SAFE = "NoLoCo, clip", "NoLoCo, clip and gate"
+AS_CONFIGURED, EQUAL_HOPS = "NoLoCo, default settings", "DiLoCo, equal hops"
 AMONG_STRANGERS = "NoLoCo, default settings, all strangers"
 UNLIKE = "unlike speeds: "
 NUM_LIARS = (1, 3)
 ATTACKS: Mapping[str, Sequence[str]] = {
     "off": ("random", "sign-flip", "x100", "poison", "silent"),
-    "default": ("random", "sign-flip", "x100", "poison", "nan"),
+    "clip": ("random", "sign-flip", "x100", "poison"),
+    "clip and gate": ("random", "sign-flip", "x100", "poison", "nan"),
 }
 """By safety. silent is no attack but its measure: partners that are missing, nothing else. NaN is refused without safety too."""
 
@@ -93,13 +95,19 @@ RL: Mapping[str, MergingArm] = {name: arm for name, arm in {**LEARNING, **FAULTS
 
 
 def attack_name(attack: str, num_liars: int, safety: str) -> str:
-    """Name of an arm of `HOSTILE`. `safety`: off or default."""
+    """Name of an arm of `HOSTILE`. `safety`: a key of `SAFETIES`."""
     return f"{attack}, {num_liars} of {NUM_REPLICAS}, safety {safety}"
 
 
-HOSTILE: Mapping[str, MergingArm] = {NOLOCO: MergingArm("pairs"), SAFE: _CLIP_AND_GATE} | {
+SAFETIES: Mapping[str, tuple[str, MergingArm]] = {
+    "off": (NOLOCO, MergingArm("pairs")),
+    "clip": (CLIPPED, replace(_CLIP_AND_GATE, gate_tasks=0)),
+    "clip and gate": (SAFE, _CLIP_AND_GATE),
+}
+"""{safety: arm in which nobody lies}. The gate tries every merge, a node by default those that `gate_share` allows."""
+HOSTILE: Mapping[str, MergingArm] = dict(SAFETIES.values()) | {
     attack_name(attack, num, safety): replace(arm, attack=attack, num_liars=num)
-    for safety, arm in (("off", MergingArm("pairs")), ("default", _CLIP_AND_GATE))
+    for safety, (_, arm) in SAFETIES.items()
     for num in NUM_LIARS
     for attack in ATTACKS[safety]
 }

@@ -14,7 +14,7 @@ from swarm.experiments.merging.arms import (
     NUM_LIARS,
     NUM_REPLICAS,
     PARTS,
-    SAFE,
+    SAFETIES,
     SILO,
     Part,
     attack_name,
@@ -147,7 +147,7 @@ def rl_table(results: Sequence[Result], arms: Sequence[str]) -> Table:
 def attack_table(results: Sequence[Result]) -> Table:
     """Loss of the honest over that of the run in which nobody lies, with the same safety; on the poisoned task as well."""
     rows: list[list[str]] = []
-    for safety, free in (("off", NOLOCO), ("default", SAFE)):
+    for safety, (free, _) in SAFETIES.items():
         runs = of_arm(results, free)
         rows.append(
             [f"nobody lies, safety {safety}", _spread(runs, mean_value).text(4), f"1 ± {noise(results, free):.3f}", "1"]
@@ -234,7 +234,7 @@ def _traffic(runs: Sequence[Result]) -> list[str]:
 
 def _attack_figures(results: Sequence[Result]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for safety, free in (("off", NOLOCO), ("default", SAFE)):
+    for safety, (free, _) in SAFETIES.items():
         found[f"noise_{safety}"] = round(noise(results, free), 4)
         for num in NUM_LIARS:
             for attack in ATTACKS[safety]:
