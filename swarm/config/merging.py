@@ -16,9 +16,10 @@ class MergingSection(Section):
     """Merging adapters with partners of the same lineage during training, without an all-reduce (NoLoCo, 2506.10911)."""
 
     enabled: bool = False
-    """Merge adapters with partners. Off: only experience is shared. Where measured, nodes that merge end above every silo, and
-    highest with 8 groups of others beside it (short answers); merging alone takes the least processor time. It bears a larger
-    training.lr than a node on its own: 1.4 times with long answers, four times with short ones (benchmarks.md)."""
+    """Merge adapters with partners. Off: only experience is shared. Where measured, nodes that merge end above every silo, for
+    the least processor time. Eight nodes with short answers end highest if they share, too; four with long answers, who share
+    all that there is, gain nothing by both. Merging alone bears a larger training.lr than a node on its own: 1.4 times with long
+    answers, two to four times with short ones (benchmarks.md)."""
     inner_steps: PositiveInt = 4
     """Optimizer steps between two outer steps (H), which come after a round, so at most one of them in each. With fewer,
     training learned faster in every comparison; with 16 or more it learned no faster than a silo. An outer step sends and
