@@ -7,11 +7,6 @@
 No partner, a partner that fails and a partner whose adapter is unusable all cost the same: an outer step alone. `Merger` runs on
 the compute thread and knows neither network nor model: its caller writes the weights of an `OuterStep` into the policy.
 
-`Blend` computes an outer step with one partner for any share of it, so that the gate can try shares before one is applied:
-
-layers whose factors are close ──▶ the outer step, factor by factor
-layers that drifted apart ───────▶ the product of both, back in the own rank; slow weights and momentum are reset there
-
 `MergeSchedule` says when an outer step is due. Merging late recovers most of what frequent merging gives (arXiv 2507.06542):
 early on, replicas gain from exploring separately, and a merge near the end averages them all the same. Early outer steps are
 left out entirely, since an outer step alone would drive replicas apart by its momentum. `late` needs to know the planned
@@ -19,28 +14,25 @@ rounds; where these are unknown it works like `fixed`.
 """
 
 import logging
-import math
 import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
-from swarm.adapters.product_merge import LowRank, Merged, drift, merge_products
 from swarm.config import MergingSection
 from swarm.errors import MergeError
-from swarm.limits.bounded_maps import BoundedMap
 from swarm.merging.adapter_wire import decode_adapter, encode_adapter, encoded_bytes
-from swarm.merging.outer_optimizer import Adapter, AdapterOrigin, OuterOptimizer, carry_over, partner_weight
+from swarm.merging.outer_optimizer import Adapter, AdapterOrigin, Blend, OuterOptimizer, carry_over, partner_weight
 from swarm.merging.pairer import Donate, Pairer
 from swarm.merging.robust import (
     FEWEST_FOR_MEDIAN,
     NormClip,
+    Refusals,
     Scores,
     StrangerBudget,
     choose_share,
@@ -53,60 +45,6 @@ from swarm.observability.tracing import traced
 from swarm.types import MAX_ADAPTER_BYTES, Alone, Outcome, Partner, Snapshot
 
 logger = logging.getLogger(__name__)
-
-
-_A = ".lora_A"
-
-
-class Blend:
-    """Blends the node's snapshot with one partner's clipped weights. `preview` computes the result, `apply` takes the step."""
-
-    def __init__(
-        self,
-        outer: OuterOptimizer,
-        *,
-        fast: Mapping[str, Tensor],
-        partner: Mapping[str, Tensor],
-        lag: int,
-        scaling: float,
-        drift_threshold: float,
-    ) -> None:
-        """`scaling`: alpha / rank of the adapter."""
-        self._outer = outer
-        self._fast = fast
-        self._partner = partner
-        self._lag = lag
-        self._scaling = scaling
-        by_layer = drift(fast, partner)
-        self.apart = [layer for layer, value in by_layer.items() if value > drift_threshold]
-        """Layers that are merged as products."""
-        finite = [value for value in by_layer.values() if math.isfinite(value)]
-        self.drift = fmean(finite) if finite else 0.0
-        """Mean drift over layers; layers whose products cancel are left out."""
-
-    def weight(self, share: float) -> float:
-        """The partner's part in the mean of both."""
-        return share * partner_weight(self._lag)
-
-    def preview(self, share: float) -> Merged:
-        """Compute the weights after the step, and the layers merged as products; nothing is changed."""
-        stepped = self._outer.preview(self._fast, self._partner, self._lag, share)
-        return self._with_products(stepped, share)
-
-    def apply(self, share: float) -> Merged:
-        """Return the same as `preview`, and take the outer step."""
-        merged = self._with_products(self._outer.step(self._fast, self._partner, self._lag, share), share)
-        self._outer.adopt({name: merged.tensors[name] for name in merged.reset_names})
-        return merged
-
-    def _with_products(self, stepped: dict[str, Tensor], share: float) -> Merged:
-        weight = self.weight(share)
-        if not self.apart or weight == 0:
-            return Merged(stepped)
-        both = [LowRank(self._fast, self._scaling), LowRank(self._partner, self._scaling)]
-        rank = len(self._fast[self.apart[0] + _A])
-        products = merge_products(both, [1 - weight, weight], rank, self._scaling, like=self._fast, layers=self.apart)
-        return Merged({**stepped, **products.tensors}, products.truncation)
 
 
 EARLY_MERGE_PROBABILITY = 0.2
@@ -135,7 +73,6 @@ class MergeSchedule:
 Score = Callable[[Adapter], Scores]
 """The scores of an adapter on private tasks, one per task."""
 
-_MAX_REFUSED = 64
 _WHY_ALONE = {
     "nobody": "no node with the same base, policy.lora and merging.precision searched for a partner at the same time",
     "declined": "those that searched had other partners, or it was the turn of others",
@@ -176,7 +113,7 @@ class Merger:
         donate: Donate | None = None,
     ) -> None:
         """Without a `pairer` every outer step is taken alone, without a `score` partners are trusted. `tries` says for each merge
-        whether it is tried by its score; with a partner that was refused the last time, it always is.
+        whether it is tried by its score; with a partner that was refused lately, it always is.
 
         Raises MergeError for an adapter that is too large to be sent.
         """
@@ -193,8 +130,7 @@ class Merger:
         self._pairer = pairer
         self._score = score
         self._tries = tries
-        self._refused: BoundedMap[str, None] = BoundedMap(_MAX_REFUSED)
-        """Partners of which all or a part was refused when they were tried last."""
+        self._refusals = Refusals()
         self._donate = donate
         self._outer = OuterOptimizer(config.alpha, config.beta, start)
         self._clip = NormClip(config.clip_factor)
@@ -310,7 +246,7 @@ class Merger:
             "strangers": self._strangers.state(),
             "reasons": dict(self._reasons),
             "last": dict(self._last),
-            "refused": list(self._refused),
+            "refusals": self._refusals.state(),
         }
         return tensors, rest
 
@@ -323,8 +259,7 @@ class Merger:
         self._strangers.restore(state.get("strangers", {}))  # checkpoints of earlier versions have none
         self._reasons = Counter(state["reasons"])
         self._last = dict(state["last"])
-        for peer_id in state.get("refused", ()):
-            self._refused[peer_id] = None
+        self._refusals.restore(state.get("refusals", {}))
         self._pending = None
 
     def _is_due(self, progress: float | None) -> bool:
@@ -391,7 +326,7 @@ class Merger:
             scaling=self.origin.scaling,
             drift_threshold=self._config.drift_threshold,
         )
-        is_tried = self._score is not None and (peer_id in self._refused or self._tries())
+        is_tried = self._score is not None and (self._refusals.are_held_against(peer_id) or self._tries())
         share = self._gate(peer_id, blend, pending.fast, current) if is_tried else 1.0
         if is_stranger:
             self._strangers.spend(clipped, pending.fast, blend.weight(share))
@@ -427,16 +362,12 @@ class Merger:
             logger.info("outer step %d alone: %s", self._outer.num_steps, _WHY_ALONE.get(reason, reason))
 
     def _gate(self, peer_id: str, blend: Blend, fast: Adapter, current: Adapter) -> float:
-        """The share that a partner gets by its score. One that was refused is tried until it passes, and waits if it does not."""
+        """The share that a partner gets by its score."""
         score = self._score
         assert score is not None
         share = choose_share(blend.preview, lambda merged: score(carry_over(merged.tensors, fast, current))).share
-        if share == 1:
-            self._refused.pop(peer_id, None)
-            return share
-        if peer_id in self._refused and self._pairer is not None:
+        if self._refusals.count(peer_id, was_refused=share < 1) and self._pairer is not None:
             self._pairer.report_unusable(peer_id)
-        self._refused[peer_id] = None
         return share
 
     def _alone(self, fast: Adapter, reason: str, current: Adapter | None = None) -> OuterStep:

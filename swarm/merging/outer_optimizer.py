@@ -6,17 +6,24 @@
 φ are the slow weights, θ the fast ones, δ the momentum, and w is the part of the partner, at most ½. The paper puts the mean of
 θ_i and θ_j into δ. A partner then acts on every later step, even after the gate has refused it, so a partner acts here once, on
 the step that the gate has tried, and nothing of it stays in δ.
+
+`Blend` computes an outer step with one partner for any share of it, so that the gate can try shares before one is applied:
+
+layers whose factors are close ──▶ the outer step, factor by factor
+layers that drifted apart ───────▶ the product of both, back in the own rank; slow weights and momentum are reset there
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from swarm.adapters.adapter_state import check_adapter
+from swarm.adapters.product_merge import LowRank, Merged, drift, merge_products
 from swarm.config import largest_stable_beta
 from swarm.errors import ConfigError, MergeError
 
@@ -149,6 +156,57 @@ class OuterOptimizer:
                 f"tensor {name} must be one of the adapter's and of its shape, got {tuple(tensor.shape)}; "
                 "use the same policy.lora"
             )
+
+
+class Blend:
+    """Blends the node's snapshot with one partner's clipped weights. `preview` computes the result, `apply` takes the step."""
+
+    def __init__(
+        self,
+        outer: OuterOptimizer,
+        *,
+        fast: Mapping[str, Tensor],
+        partner: Mapping[str, Tensor],
+        lag: int,
+        scaling: float,
+        drift_threshold: float,
+    ) -> None:
+        """`scaling`: alpha / rank of the adapter."""
+        self._outer = outer
+        self._fast = fast
+        self._partner = partner
+        self._lag = lag
+        self._scaling = scaling
+        by_layer = drift(fast, partner)
+        self.apart = [layer for layer, value in by_layer.items() if value > drift_threshold]
+        """Layers that are merged as products."""
+        finite = [value for value in by_layer.values() if math.isfinite(value)]
+        self.drift = fmean(finite) if finite else 0.0
+        """Mean drift over layers; layers whose products cancel are left out."""
+
+    def weight(self, share: float) -> float:
+        """The partner's part in the mean of both."""
+        return share * partner_weight(self._lag)
+
+    def preview(self, share: float) -> Merged:
+        """Compute the weights after the step, and the layers merged as products; nothing is changed."""
+        stepped = self._outer.preview(self._fast, self._partner, self._lag, share)
+        return self._with_products(stepped, share)
+
+    def apply(self, share: float) -> Merged:
+        """Return the same as `preview`, and take the outer step."""
+        merged = self._with_products(self._outer.step(self._fast, self._partner, self._lag, share), share)
+        self._outer.adopt({name: merged.tensors[name] for name in merged.reset_names})
+        return merged
+
+    def _with_products(self, stepped: dict[str, Tensor], share: float) -> Merged:
+        weight = self.weight(share)
+        if not self.apart or weight == 0:
+            return Merged(stepped)
+        both = [LowRank(self._fast, self._scaling), LowRank(self._partner, self._scaling)]
+        rank = len(self._fast[f"{self.apart[0]}.lora_A"])
+        products = merge_products(both, [1 - weight, weight], rank, self._scaling, like=self._fast, layers=self.apart)
+        return Merged({**stepped, **products.tensors}, products.truncation)
 
 
 def partner_weight(lag: int) -> float:

@@ -14,6 +14,8 @@ around and takes the median of at least three.
 `choose_share` is the gate: it tries none, a quarter, half or all of the partner's part on private tasks. All of it is used unless
 none of it is clearly better: by more than one standard error of the difference, task by task. On a few tasks the best of four is
 mostly the luckiest, and the purpose of a merge, less noise and replicas that stay together, does not show there.
+
+The gate is not asked at every merge. `Refusals` says with whom it always is.
 """
 
 import math
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor
 
 from swarm.errors import MergeError
+from swarm.limits.bounded_maps import BoundedMap
 
 SHARES = (1.0, 0.5, 0.25, 0.0)
 """λ, in the order of preference."""
@@ -69,6 +72,43 @@ def choose_share(
     finite = [share for share in ordered if math.isfinite(means[share])]
     best = max(finite, key=lambda share: means[share]) if finite else least  # max takes the first of equals
     return GateResult(best, candidate_of(best), means)
+
+
+_MAX_REFUSED = 64
+_PASSES_OWED = 2  # for each refusal
+_MAX_OWED = 4 * _PASSES_OWED
+
+
+class Refusals:
+    """The partners that the gate refused lately. Each refusal is held against its partner until it has passed the gate twice.
+
+    So a partner that lies at every second merge or more often is tried at every merge, and one that is refused by chance is
+    forgotten soon.
+    """
+
+    def __init__(self) -> None:
+        self._owed: BoundedMap[str, int] = BoundedMap(_MAX_REFUSED)
+        """How many times a partner has to pass yet."""
+
+    def are_held_against(self, peer_id: str) -> bool:
+        """Whether a merge with this partner has to be tried."""
+        return peer_id in self._owed
+
+    def count(self, peer_id: str, *, was_refused: bool) -> bool:
+        """Note how a merge that was tried ended. Returns whether the partner was refused twice within a few merges."""
+        owed = self._owed.pop(peer_id, 0)
+        owed = min(owed + _PASSES_OWED, _MAX_OWED) if was_refused else owed - 1
+        if owed > 0:
+            self._owed[peer_id] = owed
+        return was_refused and owed >= 2 * _PASSES_OWED
+
+    def state(self) -> dict[str, int]:
+        """The JSON-able state for a checkpoint."""
+        return dict(self._owed)
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        self._owed.clear()
+        self._owed.update(state)
 
 
 def is_clearly_better(first: Scores, second: Scores) -> bool:

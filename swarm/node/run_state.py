@@ -190,7 +190,7 @@ class _Merging(_Part):
     reasons: dict[str, Count]
     last: Scalars
     strangers: dict[str, list[Pair]] = {}
-    refused: Annotated[list[str], Field(max_length=64)] = []
+    refusals: Annotated[dict[str, Annotated[int, Field(ge=1, le=8)]], Field(max_length=64)] = {}
     final_version: Count | Literal[-1] = -1
 
 

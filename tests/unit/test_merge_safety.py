@@ -14,6 +14,7 @@ from swarm.merging.robust import (
     HISTORY_LEN,
     SHARES,
     NormClip,
+    Refusals,
     centered_clip,
     choose_share,
     is_clearly_better,
@@ -160,6 +161,31 @@ def test_gate_is_not_moved_by_luck() -> None:
     assert is_clearly_better([1.0] * 6 + [0, 0], [0.0] * 8)
     assert is_clearly_better([1.0] * 5, [0.0] * 8), "a verifier may have failed on some answers"
     assert not is_clearly_better([1.0, 0, 0], [0.0] * 4)
+
+
+def test_a_partner_whose_every_second_adapter_is_refused_is_always_tried() -> None:
+    refusals = Refusals()
+    refusals.count("liar", was_refused=True)
+    for _ in range(50):
+        for was_refused in (False, True):
+            assert refusals.are_held_against("liar")
+            refusals.count("liar", was_refused=was_refused)
+
+
+def test_refusals_are_forgotten_by_passes_and_have_a_bound() -> None:
+    refusals = Refusals()
+    assert [refusals.count("peer", was_refused=True) for _ in range(100)] == [False] + [True] * 99
+    num_passes = 0
+    while refusals.are_held_against("peer"):
+        refusals.count("peer", was_refused=False)
+        num_passes += 1
+    assert num_passes == 8
+    for number in range(1000):
+        refusals.count(f"name {number}", was_refused=True)
+    assert len(refusals.state()) == 64
+    restored = Refusals()
+    restored.restore(refusals.state())
+    assert restored.are_held_against("name 999") and not restored.are_held_against("name 0")
 
 
 def test_fixed_schedule_merges_every_so_many_steps() -> None:

@@ -139,27 +139,25 @@ def test_gate_that_prefers_nothing_of_the_partner_steps_alone() -> None:
         torch.testing.assert_close(step.weights[name], wanted.weights[name])
 
 
-def test_a_refused_partner_is_tried_until_it_passes_and_waits_if_refused_again() -> None:
-    answers = iter(
-        [True, False]
-    )  # whether chance says that a merge is tried: the first one, and the one after the pass
+def test_a_refused_partner_is_tried_until_it_has_passed_twice_and_waits_if_refused_again() -> None:
+    tries = iter([True, False])  # what chance says of the first merge, and of the first one after the passes
     pairer = MemoryPairer()
-    replica = ToyReplica(
-        pairer, score=lambda weights: [-abs(weights["l.lora_B"].mean().item())], tries=lambda: next(answers)
-    )
-    tried: list[tuple[int, list[str]]] = []
-    for offset in (5.0, 5.0, 0.0, 5.0):
-        replica.train(3 if not tried else 2)
-        pairer.finish(
-            partner(
-                {name: tensor + offset for name, tensor in replica.read().items()},
-                replica.merger.row()["merge/outer_steps"],
-            )
-        )
+
+    def score(weights: Adapter) -> list[float]:
+        return [-round(abs(weights["l.lora_B"].mean().item()), 1)]
+
+    replica = ToyReplica(pairer, score=score, tries=lambda: next(tries))
+    tried: list[tuple[int, int]] = []
+    for offset in (5.0, 0.0, 5.0, 5.0, 0.0, 0.0, 0.0, 0.0, 0.0, 5.0):
+        replica.train(2 if tried else 3)
+        own = decode_adapter(pairer.offers[-1].payload, SHAPES, "bf16", start())
+        weights = {name: tensor + offset for name, tensor in own.items()}
+        pairer.finish(partner(weights, replica.merger.row()["merge/outer_steps"]))
         replica.train()
-        tried.append((replica.merger.row()["merge/is_tried"], list(pairer.distrusted)))
-    assert tried == [(1, []), (1, ["peer"]), (1, ["peer"]), (0, ["peer"])]
-    assert replica.merger.row()["merge/reasons"] == {"gate": 2, "merged": 2}
+        tried.append((replica.merger.row()["merge/is_tried"], len(pairer.distrusted)))
+    refused_again = [(1, 0), (1, 0), (1, 0), (1, 1)]
+    assert tried == [*refused_again, (1, 1), (1, 1), (1, 1), (1, 1), (1, 1), (0, 1)]
+    assert replica.merger.row()["merge/reasons"] == {"gate": 3, "merged": 7}
 
 
 def test_partner_is_clipped_around_what_the_replica_moves_itself() -> None:
