@@ -221,11 +221,6 @@ class Config(Section):
         return self
 
     @property
-    def max_batch_groups(self) -> int:
-        """Groups in a training batch, at most."""
-        return self.max_shared_groups + self.training.replay_groups + self.rollouts.hints
-
-    @property
     def max_shared_groups(self) -> int:
         """Groups in a training batch that were sampled this round without a hint, or by others, at most."""
         return min(self.sharing.own_groups, self.rollouts.groups_per_round) + self.sharing.swarm_groups

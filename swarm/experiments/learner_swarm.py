@@ -185,10 +185,6 @@ class LearnerSwarm:
         """Records and bodies that any node rejected, by reason."""
         return sum((node.reader.rejected for node in self._nodes), Counter[str]())
 
-    @property
-    def num_bytes_offered(self) -> int:
-        return self.exchange.num_bytes
-
     def _node(self, number: int, config: Config, seed: int) -> _Node:
         identity = node_identity(seed, number)
         context = SwarmContext(identity, config.swarm_id, self._clock)

@@ -8,8 +8,7 @@ every merge. A partner can still choose the direction of u; the gate is against 
 Several partners may be one attacker under several names, and private tasks do not show what an adapter does on a prompt that only
 its author knows. Therefore all strangers together move a node no further than a multiple of its own training: `StrangerBudget`.
 
-With five adapters or more there is a majority: centered clipping and the trimmed mean. A newcomer has no own changes to clip
-around and takes the median of at least three.
+A newcomer has no own changes to clip around and takes the median of at least three adapters.
 
 `choose_share` is the gate: it tries none, a quarter, half or all of the partner's part on private tasks. All of it is used unless
 none of it is clearly better: by more than one standard error of the difference, task by task. On a few tasks the best of four is
@@ -134,8 +133,6 @@ def _means(scores: dict[float, Scores]) -> dict[float, float]:
 
 HISTORY_LEN = 16
 """Number of outer steps that the median is over."""
-FEWEST_FOR_MAJORITY = 5
-"""Fewest adapters that have a meaningful majority."""
 FEWEST_FOR_MEDIAN = 3
 """Fewest adapters that have a median: of two, nobody knows which one is false."""
 
@@ -244,42 +241,6 @@ def refuse_unusable(partner: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
             raise MergeError(f"a partner's {name} must be finite, got NaN or infinity; leave it out")
 
 
-def centered_clip(
-    pulled: Sequence[Mapping[str, Tensor]],
-    center: Mapping[str, Tensor],
-    radius: Mapping[str, float],
-    num_iterations: int = 3,
-) -> dict[str, Tensor]:
-    """v ← v + mean_j clip(x_j − v, ρ) per tensor, from v = `center` (Karimireddy et al., arXiv 2012.10333).
-
-    `radius` is ρ by tensor. Raises MergeError for fewer than five adapters, or unusable ones.
-    """
-    _refuse_minority(pulled, center)
-    clipped: dict[str, Tensor] = {}
-    for name, start in center.items():
-        value = start.float().clone()
-        for _ in range(num_iterations):
-            value += torch.stack([_clipped(one[name].to(value) - value, radius[name]) for one in pulled]).mean(0)
-        clipped[name] = value
-    return clipped
-
-
-def trimmed_mean(
-    pulled: Sequence[Mapping[str, Tensor]], own: Mapping[str, Tensor], num_trimmed: int
-) -> dict[str, Tensor]:
-    """Mean of each coordinate without its `num_trimmed` largest and smallest values (Yin et al., arXiv 1803.01498).
-
-    Bears as many liars as it trims. Raises MergeError for fewer than five adapters, unusable ones, or if nothing is left.
-    """
-    _refuse_minority(pulled, own)
-    if not 0 <= 2 * num_trimmed < len(pulled):
-        raise MergeError(
-            f"a trimmed mean must keep some of {len(pulled)} adapters, got {num_trimmed} trimmed on each side"
-        )
-    kept = slice(num_trimmed, len(pulled) - num_trimmed)
-    return {name: torch.stack([one[name].float() for one in pulled]).sort(0).values[kept].mean(0) for name in own}
-
-
 def median_adapter(pulled: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Median of each coordinate, of an even number the mean of the two in the middle; float32.
 
@@ -303,13 +264,6 @@ def cut_to_median_norm(pulled: Sequence[Mapping[str, Tensor]], origin: Mapping[s
     return [
         {name: start + _clipped(one[name] - start, radius[name]) for name, start in origin.items()} for one in pulled
     ]
-
-
-def _refuse_minority(pulled: Sequence[Mapping[str, Tensor]], own: Mapping[str, Tensor]) -> None:
-    if len(pulled) < FEWEST_FOR_MAJORITY:
-        raise MergeError(f"a majority needs at least {FEWEST_FOR_MAJORITY} adapters, got {len(pulled)}; merge in pairs")
-    for one in pulled:
-        refuse_unusable(one, own)
 
 
 def _clipped(difference: Tensor, radius: float) -> Tensor:

@@ -91,11 +91,6 @@ class Directory:
         """The node's shard at this moment."""
         return shard_of(self._swarm_id, self._identity.peer_id, self.level, self._transport.now())
 
-    @property
-    def swarm_size(self) -> int:
-        """Estimate of the number of nodes in the swarm."""
-        return self.num_members << self.level
-
     async def turn(self) -> float:
         """List this node and read who else is listed. Returns the seconds until the next turn."""
         if self._num_turns == 0 and not self._stays_widest:

@@ -181,11 +181,6 @@ class Reputation:
         """Swarm time."""
         return self._clock()
 
-    def num_banned(self) -> int:
-        now = self._clock()
-        with self._lock:
-            return sum(standing.banned_until > now for standing in self._standings.values())
-
     def has_known(self) -> bool:
         """Whether anybody's probation is over."""
         with self._lock:

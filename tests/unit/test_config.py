@@ -255,7 +255,7 @@ def test_ready_config_is_valid_and_says_why(path: Path) -> None:
 def test_hardware_and_mode_compose(path: Path, mode: str) -> None:
     config = load([path, ROOT / "node_configs" / f"{mode}.toml"])
     assert (config.network.backend == "off") == (mode == "silo")
-    assert config.max_batch_groups >= config.sharing.swarm_groups + 1
+    assert config.max_shared_groups >= config.sharing.swarm_groups + 1
 
 
 def test_there_are_ready_configs() -> None:

@@ -373,7 +373,7 @@ def test_hinted_groups_with_signal_join_the_batch_on_top_of_all_others() -> None
     assert [one.group for one in of_hints] == [varied] and of_hints[0].is_own and of_hints[0].usable_logprobs
     own, rng = learner._batches.own_groups(rollouts, 0), random.Random(0)
     batch = learner._batches.compose(own, [], 0, rng, of_hints)
-    assert batch[-1] is of_hints[0] and len(batch) == min(len(own.converted), 6) + 1 <= learner._config.max_batch_groups
+    assert batch[-1] is of_hints[0] and len(batch) == min(len(own.converted), 6) + 1
     assert not any(one.num_given for kept in learner._batches._replay._groups for one in kept.rollouts)
 
 
@@ -475,8 +475,8 @@ def test_hints_need_groups_of_others_and_a_policy_on_one_machine() -> None:
     ):
         config_of(policy=pipeline)
     assert config_of(hints=0, policy=pipeline).policy.pipeline.is_on
-    assert config_of(hints=0, sharing={"swarm_groups": 0}).max_batch_groups == 3
-    assert config_of().max_batch_groups == 8 and config_of().max_shared_groups == 6
+    assert config_of(hints=0, sharing={"swarm_groups": 0}).max_shared_groups == 3
+    assert config_of().max_shared_groups == 6
 
 
 def test_the_arm_with_hints_samples_as_many_groups_and_other_arms_keep_their_settings() -> None:

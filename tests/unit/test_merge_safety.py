@@ -15,11 +15,9 @@ from swarm.merging.robust import (
     SHARES,
     NormClip,
     Refusals,
-    centered_clip,
     choose_share,
     is_clearly_better,
     refuse_unusable,
-    trimmed_mean,
 )
 
 SLOW = {"w": torch.zeros(4)}
@@ -90,43 +88,6 @@ def test_unusable_partners_are_refused(partner: dict[str, Tensor], told: str) ->
     for check in (lambda: refuse_unusable(partner, SLOW), lambda: clip_after(1.0).clip(partner, SLOW)):
         with pytest.raises(MergeError, match=told):
             check()
-
-
-def honest_and_liars(num_honest: int, num_liars: int, lie: float) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    honest = [{"w": 1 + 0.1 * torch.randn(4, generator=generator)} for _ in range(num_honest)]
-    return honest + [{"w": torch.full((4,), lie)}] * num_liars
-
-
-@pytest.mark.parametrize("lie", [1e6, -1e6, -3.0])
-def test_majorities_outvote_two_liars_of_seven(lie: float) -> None:
-    pulled = honest_and_liars(5, 2, lie)
-    truth = torch.stack([one["w"] for one in pulled[:5]]).mean(0)
-    plain = torch.stack([one["w"] for one in pulled]).mean(0)
-    assert (plain - truth).norm() > 1.0
-    assert (trimmed_mean(pulled, SLOW, num_trimmed=2)["w"] - truth).norm() < 0.2
-    clipped = centered_clip(pulled, {"w": torch.full((4,), 0.9)}, {"w": 0.3}, num_iterations=5)["w"]
-    assert (clipped - truth).norm() < 0.4
-
-
-def test_majority_rules_by_hand() -> None:
-    pulled = [{"w": torch.full((4,), value)} for value in (0.0, 1.0, 2.0, 3.0, 100.0)]
-    assert trimmed_mean(pulled, SLOW, 1)["w"][0].item() == 2.0
-    assert trimmed_mean(pulled, SLOW, 2)["w"][0].item() == 2.0
-    # ‖(2, 2, 2, 2)‖ = 4 > 2 from zero: parts 0, 2, 2, 2, 2 in norm, so 0, 1, 1, 1, 1 by coordinate
-    assert centered_clip(pulled, SLOW, {"w": 2.0}, 1)["w"][0].item() == pytest.approx(0.8)
-
-
-def test_fewer_than_five_are_no_majority() -> None:
-    four = honest_and_liars(4, 0, 0.0)
-    with pytest.raises(MergeError, match="at least 5 adapters, got 4"):
-        trimmed_mean(four, SLOW, 1)
-    with pytest.raises(MergeError, match="at least 5 adapters, got 4"):
-        centered_clip(four, SLOW, {"w": 1.0})
-    with pytest.raises(MergeError, match="trimmed on each side"):
-        trimmed_mean(honest_and_liars(6, 0, 0.0), SLOW, 3)
-    with pytest.raises(MergeError, match="finite"):
-        trimmed_mean(honest_and_liars(5, 1, math.nan), SLOW, 1)
 
 
 def shifted(by: float) -> list[float]:

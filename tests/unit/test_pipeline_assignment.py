@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import MemoryBudgetError, PipelineError
-from swarm.pipeline.driver.assignment import Machine, ModelCost, assign_layers, stage_times
+from swarm.pipeline.driver.assignment import Machine, ModelCost, assign_layers
 
 MACHINES = st.lists(
     st.builds(Machine, st.sampled_from([0.5, 1.0, 2.0, 3.0, 10.0]), st.integers(0, 40)), min_size=1, max_size=4
@@ -40,6 +40,14 @@ def fits(machines: Sequence[Machine], cost: ModelCost, sizes: Sequence[int]) -> 
             return False
         start += size
     return True
+
+
+def stage_times(machines: list[Machine], cost: ModelCost, sizes: Sequence[int]) -> list[float]:
+    """Seconds that each stage takes for a micro-batch, forward and backward."""
+    layers = [float(size) for size in sizes]
+    layers[0] += cost.embedding_layers
+    layers[-1] += cost.head_layers
+    return [count / machine.layers_per_s for count, machine in zip(layers, machines, strict=True)]
 
 
 @given(MACHINES, COSTS)

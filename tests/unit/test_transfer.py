@@ -5,7 +5,6 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +19,7 @@ from swarm.network.requests.blob_protocol import (
     piece_length,
     serve_blobs,
 )
-from swarm.network.requests.transfer import MAX_STRIKES, Download, fetch, fetch_to_file
+from swarm.network.requests.transfer import MAX_STRIKES, Download, fetch
 from swarm.network.transport import RequestRefused
 
 PROTOCOL = "blob"
@@ -286,17 +285,6 @@ def test_one_honest_holder_among_any_is_enough(seed: int) -> None:
     blamed: list[str] = []
     assert asyncio.run(download(Peers(**handlers), holders, BLOB, blamed, window=rng.randint(1, 4))) == BLOB
     assert "honest" not in blamed
-
-
-async def test_large_blob_goes_to_a_file_of_the_owner_alone(tmp_path: Path) -> None:
-    path, wanted = tmp_path / "adapter", Download(digest_of(BLOB), len(BLOB), PROTOCOL)
-    await fetch_to_file(Peers(a=honest()), ["a"], wanted, random.Random(0), path)  # type: ignore[arg-type]
-    assert path.read_bytes() == BLOB
-    assert path.stat().st_mode & 0o777 == 0o600
-    peers = Peers(a=lying(BLOB, bad_pieces=(5,), false_manifest=True))
-    with pytest.raises(RequestError):
-        await fetch_to_file(peers, ["a"], wanted, random.Random(0), path)  # type: ignore[arg-type]
-    assert not path.exists()
 
 
 @pytest.mark.parametrize(

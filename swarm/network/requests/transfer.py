@@ -8,20 +8,14 @@ piece is fetched again. A manifest may itself be false: then the whole does not 
 sender is dropped, and only the pieces that differ in the next holder's manifest are fetched. So a liar costs at most
 the pieces it lied about, an interrupted transfer continues where it stopped, and in the end it is known who sent wrong
 bytes.
-
-Pieces are stored in memory, or in a file where the blob is large.
 """
 
 import asyncio
 import hashlib
-import os
 import random
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 from swarm.errors import RequestError, RequestFailure
 from swarm.network.requests.blob_protocol import (
@@ -35,74 +29,6 @@ from swarm.network.requests.blob_protocol import (
 )
 from swarm.network.requests.server import transfer_timeout_s
 from swarm.network.transport import Transport
-
-
-class PieceStore(Protocol):
-    """Stores pieces by index, in any order. A later piece replaces an earlier one of the same index."""
-
-    async def put(self, index: int, piece: bytes) -> None: ...
-
-    def sha256(self, num_bytes: int) -> bytes:
-        """Hash all pieces in order. Slow: call it in a thread."""
-        ...
-
-
-class MemoryPieces:
-    """Stores pieces in memory, which grows with what arrives, not with what is announced."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[int, bytes] = {}
-
-    async def put(self, index: int, piece: bytes) -> None:
-        self._pieces[index] = piece
-
-    def sha256(self, num_bytes: int) -> bytes:
-        digest = hashlib.sha256()
-        for index in sorted(self._pieces):
-            digest.update(self._pieces[index])
-        return digest.digest()
-
-    def blob(self) -> bytes:
-        """Return all pieces joined. They are in memory twice for a moment."""
-        if len(self._pieces) == 1:
-            return self._pieces[0]
-        return b"".join(self._pieces[index] for index in sorted(self._pieces))
-
-
-class FilePieces:
-    """Stores pieces in a new file that only its owner can read and that grows as pieces arrive."""
-
-    def __init__(self, path: Path) -> None:
-        """Replace what is at `path`. Raises OSError."""
-        path.unlink(missing_ok=True)
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w+b")
-        self._lock = threading.Lock()  # the thread of a cancelled download ends a moment later
-
-    async def put(self, index: int, piece: bytes) -> None:
-        await asyncio.to_thread(self._write, index * PIECE_BYTES, piece)
-
-    def sha256(self, num_bytes: int) -> bytes:
-        digest = hashlib.sha256()
-        for start in range(0, num_bytes, PIECE_BYTES):
-            with self._lock:
-                if self._file.closed:
-                    break
-                self._file.seek(start)
-                piece = self._file.read(min(PIECE_BYTES, num_bytes - start))
-            digest.update(piece)
-        return digest.digest()
-
-    def close(self) -> None:
-        """Raises OSError where the rest cannot be written."""
-        with self._lock:
-            self._file.close()
-
-    def _write(self, offset: int, piece: bytes) -> None:
-        with self._lock:
-            if not self._file.closed:
-                self._file.seek(offset)
-                self._file.write(piece)
-
 
 Blame = Callable[[str], None]
 """Receives each peer that certainly sent wrong bytes, once per download."""
@@ -144,31 +70,9 @@ async def fetch(
 
     Raises RequestError with the reason of the last failure; "damaged" where only wrong bytes were received.
     """
-    pieces = MemoryPieces()
-    await _Transfer(transport, holders, download, rng=rng, pieces=pieces, blame=blame).run()
-    return pieces.blob()
-
-
-async def fetch_to_file(
-    transport: Transport,
-    holders: Sequence[str],
-    download: Download,
-    rng: random.Random,
-    path: Path,
-    blame: Blame = _blame_nobody,
-) -> None:
-    """Fetch into a new file, as `fetch`, with no more than the window in memory. The file is removed on failure.
-
-    Raises RequestError, and OSError where the file cannot be written.
-    """
-    pieces = FilePieces(path)
-    try:
-        await _Transfer(transport, holders, download, rng=rng, pieces=pieces, blame=blame).run()
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        pieces.close()
+    transfer = _Transfer(transport, holders, download, rng=rng, blame=blame)
+    await transfer.run()
+    return transfer.blob()
 
 
 class _Contradiction(Exception):
@@ -185,7 +89,6 @@ class _Transfer:
         download: Download,
         *,
         rng: random.Random,
-        pieces: PieceStore,
         blame: Blame,
     ) -> None:
         if len(download.digest) != DIGEST_BYTES or not 0 < download.num_bytes <= MAX_BLOB_BYTES:
@@ -193,7 +96,7 @@ class _Transfer:
         self._transport = transport
         self._download = download
         self._rng = rng
-        self._pieces = pieces
+        self._pieces: dict[int, bytes] = {}  # it grows with what arrives, not with what is announced
         self._holders = deque(dict.fromkeys(holders))
         self._blame = blame
         self._blamed: set[str] = set()
@@ -220,6 +123,19 @@ class _Transfer:
         except TimeoutError:
             raise self._error(f"not whole within {timeout_s:.0f} s", "deadline") from None
 
+    def blob(self) -> bytes:
+        """Return all pieces joined. They are in memory twice for a moment."""
+        if len(self._pieces) == 1:
+            return self._pieces[0]
+        return b"".join(self._pieces[index] for index in sorted(self._pieces))
+
+    def _sha256(self) -> bytes:
+        """Hash all pieces in order. Slow: call it in a thread."""
+        digest = hashlib.sha256()
+        for index in sorted(self._pieces):
+            digest.update(self._pieces[index])
+        return digest.digest()
+
     async def _run(self) -> None:
         while True:
             try:
@@ -228,7 +144,7 @@ class _Transfer:
             except _Contradiction:
                 self._holders, self._suspects = deque(self._suspects), []
                 continue
-            if await asyncio.to_thread(self._pieces.sha256, self._download.num_bytes) == self._download.digest:
+            if await asyncio.to_thread(self._sha256) == self._download.digest:
                 self._settle()
                 return
             if self._is_bound:
@@ -275,7 +191,7 @@ class _Transfer:
                 sender, piece = await self._ask(request, length)
                 digest = await sha256(piece)
                 if digest == self._manifest[index]:
-                    await self._pieces.put(index, piece)
+                    self._pieces[index] = piece
                     self._arrived[index] = digest, sender
                 elif self._is_bound or sender == self._manifest_sender or len(piece) != length:
                     self._condemn(sender, f"piece {index} is not the one of the manifest")

@@ -60,15 +60,6 @@ def assign_layers(machines: Sequence[Machine], cost: ModelCost) -> list[int]:
     return shortest[1]
 
 
-def stage_times(machines: Sequence[Machine], cost: ModelCost, sizes: Sequence[int]) -> list[float]:
-    """Return the seconds that each stage takes for a micro-batch, forward and backward."""
-    stops = list(accumulate(sizes))
-    return [
-        _time_s(machines, cost, i, start=stop - size, stop=stop)
-        for i, (size, stop) in enumerate(zip(sizes, stops, strict=True))
-    ]
-
-
 def _split(
     machines: Sequence[Machine], cost: ModelCost, combine: Callable[[float, float], float], limit_s: float
 ) -> tuple[float, list[int]] | None:

@@ -75,14 +75,6 @@ class Schedule(NamedTuple):
 
     routes: tuple[Route, ...]  # by micro-batch
     actions: tuple[tuple[Action, ...], ...]  # by stage, in order
-    num_ticks: int
-    """Length of the plan where every action takes one tick."""
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Fraction of the stages' time that is idle where every action takes one tick."""
-        busy = sum(len(actions) for actions in self.actions)
-        return 1 - busy / (self.num_ticks * len(self.actions))
 
 
 def straight_route(num_stages: int) -> Route:
@@ -111,11 +103,6 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int, *, swap_ed
         )
     kinds = (straight_route(num_stages), swapped_route(num_stages) if swap_edges else straight_route(num_stages))
     return _simulated([kinds[micro_batch % 2] for micro_batch in range(num_micro_batches)], num_stages)
-
-
-def ideal_bubble_fraction(num_stages: int, num_micro_batches: int) -> float:
-    """Idle fraction of 1F1B where all actions take equally long: (s − 1) / (m + s − 1)."""
-    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
 class _BatchSimulation:
@@ -154,13 +141,11 @@ class _BatchSimulation:
 def _simulated(routes: Sequence[Route], num_stages: int) -> Schedule:
     simulation = _BatchSimulation(routes, num_stages)
     actions: list[list[Action]] = [[] for _ in range(num_stages)]
-    num_ticks = 0
     while min(simulation.passed_backward) < num_stages:
         for stage, action in enumerate(simulation.tick()):
             if action is not None:
                 actions[stage].append(action)
-        num_ticks += 1
-    return Schedule(tuple(routes), tuple(tuple(one) for one in actions), num_ticks)
+    return Schedule(tuple(routes), tuple(tuple(one) for one in actions))
 
 
 @dataclass(frozen=True, slots=True)
