@@ -17,9 +17,8 @@ class MergingSection(Section):
 
     enabled: bool = False
     """Merge adapters with partners. Off: only experience is shared. Where measured, nodes that merge end above every silo, for
-    the least processor time. Eight nodes with short answers end highest if they share, too; four with long answers, who share
-    all that there is, gain nothing by both. Merging alone bears a larger training.lr than a node on its own: 1.4 times with long
-    answers, two to four times with short ones (benchmarks.md)."""
+    the least processor time, and nodes that share and merge end highest. Merging alone bears a larger training.lr than a node on
+    its own: twice with long answers, four times with short ones (benchmarks.md)."""
     inner_steps: PositiveInt = 4
     """Optimizer steps between two outer steps (H), which come after a round, so at most one of them in each. With 16 or
     more, nodes that merge were measured to learn no faster than a silo; with 2 and 4 much faster, and nearly alike. An outer step
@@ -29,9 +28,10 @@ class MergingSection(Section):
     different speed then meet without waiting for each other. 0: by inner_steps."""
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Momentum of the outer step."""
-    beta: PositiveFloat = 0.7
-    """Learning rate of the outer step. It must be below 2(1 - alpha^2), which is safely below the value at which outer
-    steps overshoot."""
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate of the outer step. It makes training beta/(1 - alpha) times as long, as a larger training.lr would. 0: 1 -
+    alpha, which leaves training as it is. It must be below 2(1 - alpha^2), which is safely below the value at which outer steps
+    overshoot."""
     precision: Literal["bf16", "int8", "int4"] = "bf16"
     """Number format in which weights are sent. int8 halves the bytes of bf16, int4 quarters them. For the cost see
     benchmarks.md."""
@@ -78,6 +78,11 @@ class MergingSection(Section):
     """Write the adapter to final-adapter/round-N in the node's folder after the final merge, in peft format. Not for a
     pipeline."""
 
+    @property
+    def outer_lr(self) -> float:
+        """Learning rate of the outer step."""
+        return self.beta or 1 - self.alpha
+
     @model_validator(mode="after")
     def _settings_have_an_effect_and_replicas_stay_together(self) -> "MergingSection":
         if not self.enabled and (self.final or self.final_at):
@@ -86,7 +91,7 @@ class MergingSection(Section):
         if self.final_at and not self.final:
             raise ValueError("merging.final_at needs merging.final = true, got false; set that too, or remove final_at")
         bound = largest_stable_beta(self.alpha)
-        if self.beta >= bound:
+        if self.outer_lr >= bound:
             raise ValueError(
                 f"merging.beta must be below 2(1 - alpha^2) = {bound:.3g} with merging.alpha {self.alpha:g}, got "
                 f"{self.beta:g}: outer steps would overshoot; lower merging.alpha or merging.beta"

@@ -132,7 +132,7 @@ class Merger:
         self._tries = tries
         self._refusals = Refusals()
         self._donate = donate
-        self._outer = OuterOptimizer(config.alpha, config.beta, start)
+        self._outer = OuterOptimizer(config.alpha, config.outer_lr, start)
         self._clip = NormClip(config.clip_factor)
         self._strangers = StrangerBudget(config.strangers_factor)
         self._pending: _Pending | None = None

@@ -20,7 +20,7 @@ from tests.unit.memory_pairer import SHAPES, MemoryPairer, ToyReplica, partner, 
 
 
 def test_outer_step_is_taken_from_the_snapshot_and_training_since_is_kept() -> None:
-    """From φ = start and δ = 0, β = .7: θ = φ + .7·(θ_i − φ) + ½·(θ_j − θ_i), plus what was learned since."""
+    """From φ = start and δ = 0, β = .5: θ = φ + .5·(θ_i − φ) + ½·(θ_j − θ_i), plus what was learned since."""
     pairer = MemoryPairer()
     replica = ToyReplica(pairer)
     assert replica.train(3) == []
@@ -37,7 +37,7 @@ def test_outer_step_is_taken_from_the_snapshot_and_training_since_is_kept() -> N
     learned_last.train()
     for name, phi in start().items():
         since = before[name] - sent[name] + (learned_last.weights[name] - fifth[name])
-        wanted = phi + 0.7 * (sent[name] - phi) + 0.5 * (theirs[name] - sent[name]) + since
+        wanted = phi + 0.5 * (sent[name] - phi) + 0.5 * (theirs[name] - sent[name]) + since
         torch.testing.assert_close(step.weights[name], wanted, atol=5e-3, rtol=0)  # bf16 on the wire
     assert replica.merger.row()["merge/overlap_steps"] == 3
     assert replica.merger.row()["merge/partner_share"] == 0.5
@@ -65,7 +65,7 @@ def test_without_a_partner_the_step_is_taken_alone(reason: str, caplog: pytest.L
     (step,) = replica.train()
     assert step.partner is None
     for name, phi in start().items():
-        torch.testing.assert_close(replica.merger.slow[name], phi + 0.7 * (sent[name] - phi))
+        torch.testing.assert_close(replica.merger.slow[name], phi + 0.5 * (sent[name] - phi))
     assert "outer step 1 alone" in caplog.text
     row = replica.merger.row()
     assert (row["merge/solo_steps_total"], row["merge/merges_total"], row["merge/reasons"]) == (1, 0, {reason: 1})
@@ -169,7 +169,7 @@ def test_partner_is_clipped_around_what_the_replica_moves_itself() -> None:
     replica.train()
     assert replica.merger.row()["merge/clipped_share"] == 1.0
     for name, phi in start().items():
-        assert (replica.merger.slow[name] - phi).norm().item() <= (0.7 - 0.5) * own[name] + 0.5 * 2 * own[name] + 1e-6
+        assert (replica.merger.slow[name] - phi).norm().item() <= 0.5 * 2 * own[name] + 1e-6
 
 
 def test_factors_that_drifted_apart_are_merged_as_products() -> None:

@@ -96,8 +96,17 @@ def test_unstable_settings_are_refused_by_config_and_optimizer_alike(alpha: floa
 
 def test_defaults_are_stable_and_off() -> None:
     config = MergingSection()
-    OuterOptimizer(config.alpha, config.beta, {})
+    OuterOptimizer(config.alpha, config.outer_lr, {})
     assert not config.enabled
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9])
+def test_by_default_the_outer_step_leaves_the_length_of_training_as_it_is(alpha: float) -> None:
+    outer = OuterOptimizer(alpha, MergingSection(alpha=alpha).outer_lr, {"w": torch.zeros(1)})
+    for _ in range(200):
+        before = outer.slow["w"].item()
+        outer.step({"w": outer.slow["w"] + 1.0}, None)  # each round of training moves it by 1
+    assert outer.slow["w"].item() - before == pytest.approx(1.0, abs=1e-4)
 
 
 def test_lag_lowers_the_weight_and_ends_it() -> None:

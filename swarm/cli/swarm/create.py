@@ -101,9 +101,15 @@ def create(
 
 
 def checked_config(
-    name: str, settings: list[str], bootstrap: list[str], options: tuple[str, ...] = _OPTIONS
+    name: str,
+    settings: list[str],
+    bootstrap: list[str],
+    options: tuple[str, ...] = _OPTIONS,
+    *,
+    merges: bool = False,
 ) -> "Config":
     """Checked as the node of somebody who joins would check it. `options`: of the command, for the hint at a misspelt one.
+    `merges`: whether members merge their adapters where `settings` do not say.
 
     Raises ConfigError, TaskError.
     """
@@ -114,9 +120,9 @@ def checked_config(
 
     with told_by_flags(_FLAGS):
         parse_setting("initial_peers", bootstrap)
-    new = Layer("swarm create", {"tasks": {"held_out_share": HELD_OUT_SHARE}})
+    usual = {"tasks": {"held_out_share": HELD_OUT_SHARE}, "merging": {"enabled": merges}}
     decided = Layer("swarm create", {"swarm": {"name": name}, "tasks": {"sandboxed": True}})
-    config = resolve([new, *given_layers(settings, options), decided])
+    config = resolve([Layer("swarm create", usual), *given_layers(settings, options), decided])
     check_tasks(config.tasks)
     return config
 

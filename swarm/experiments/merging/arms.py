@@ -41,7 +41,7 @@ class MergingArm:
     patience: float = 0.0
     """Share of H for which an offer waits for a partner, while training goes on."""
     alpha: float = MergingSection().alpha
-    beta: float = MergingSection().beta
+    beta: float = 0.7  # as published; nodes take 1 - alpha unless set
     precision: Literal["bf16", "int8", "int4"] = "bf16"
     late: bool = False
     drop_rate: float = 0.0

@@ -93,6 +93,7 @@ class HostileRun:
         self._config = MergingSection(
             enabled=True,
             inner_steps=scale.inner_steps,
+            beta=0.7,  # as in the kept cells
             strangers_factor=MergingSection().strangers_factor if company.is_defended else OFF,
         )
         self._honest = [Identity(bytes([1 + number]) * 32) for number in range(NUM_REPLICAS)]

@@ -90,7 +90,7 @@ class SharingArm:
         hinted: Settings = {"rollouts": {"hints": hints}, "tasks": {"sandboxed": True}} if hints else {}
         interval_s = float(self.merge_interval_rounds * members)  # each turn of a `LearnerSwarm` takes a second
         merging: Settings = (
-            {"merging": {"enabled": True, "interval_s": interval_s, "gate_tasks": 0}} if interval_s else {}
+            {"merging": {"enabled": True, "interval_s": interval_s, "gate_tasks": 0, "beta": 0.7}} if interval_s else {}
         )
         return overlaid(chosen, hinted, merging, self.settings)
 
@@ -177,6 +177,13 @@ ARMS = {
         SharingArm("merging", merge_interval_rounds=2, part_of_rounds=1.0),
         *_MERGING_EVERY,
         SharingArm("merging, more momentum", merge_interval_rounds=2, settings={"merging": {"alpha": 0.8}}),
+        SharingArm(
+            "merging, no momentum",
+            merge_interval_rounds=1,
+            settings={"merging": {"alpha": 0.0, "beta": 1.0}},
+            tuned_as="merging",
+            part_of_rounds=1.0,
+        ),
         SharingArm("8/8, merging", 8, merge_interval_rounds=2, part_of_rounds=1.0),
         SharingArm("8/24, merging", 24, merge_interval_rounds=2, part_of_rounds=1.0),
         SharingArm("8/24, merging every round", 24, merge_interval_rounds=1, part_of_rounds=1.0),
