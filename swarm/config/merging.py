@@ -17,8 +17,8 @@ class MergingSection(Section):
 
     enabled: bool = False
     """Merge adapters with partners. Off: only experience is shared. Where measured, nodes that merge end above every silo, for
-    the least processor time, and nodes that share and merge end highest. Merging alone bears a larger training.lr than a node on
-    its own: twice with long answers, four times with short ones (benchmarks.md)."""
+    the least processor time. Nodes that share need fewer samples, and merging adds little to that. Merging alone bears a larger
+    training.lr than a node on its own: twice with long answers, four times with short ones (benchmarks.md)."""
     inner_steps: PositiveInt = 4
     """Optimizer steps between two outer steps (H), which come after a round, so at most one of them in each. With 16 or
     more, nodes that merge were measured to learn no faster than a silo; with 2 and 4 much faster, and nearly alike. An outer step

@@ -57,14 +57,6 @@ def test_founding_makes_owner_manifest_and_first_member(lab: Path) -> None:
     assert epoch_in(lab) == 1
 
 
-def test_members_of_a_new_silo_merge_unless_its_owner_says_otherwise(lab: Path, tmp_path: Path) -> None:
-    assert read_manifest(str(lab / "manifest.toml")).merging
-    said = swarm("silo", "init", "b", "--dir", tmp_path / "b", "--tasks.sources", TASKS)
-    assert "members merge their adapters unless they say otherwise" in said
-    said = swarm("silo", "init", "c", "--dir", tmp_path / "c", "--tasks.sources", TASKS, "--merging.enabled", "false")
-    assert read_manifest(str(tmp_path / "c" / "manifest.toml")).merging is None and "merge" not in said
-
-
 def test_members_are_listed_with_whole_peer_ids_on_a_narrow_screen(lab: Path, tmp_path: Path) -> None:
     invited(lab, tmp_path / "b", "--days", "30")
     told = swarm("silo", "members", "--dir", lab)

@@ -101,15 +101,9 @@ def create(
 
 
 def checked_config(
-    name: str,
-    settings: list[str],
-    bootstrap: list[str],
-    options: tuple[str, ...] = _OPTIONS,
-    *,
-    merges: bool = False,
+    name: str, settings: list[str], bootstrap: list[str], options: tuple[str, ...] = _OPTIONS
 ) -> "Config":
     """Checked as the node of somebody who joins would check it. `options`: of the command, for the hint at a misspelt one.
-    `merges`: whether members merge their adapters where `settings` do not say.
 
     Raises ConfigError, TaskError.
     """
@@ -120,9 +114,9 @@ def checked_config(
 
     with told_by_flags(_FLAGS):
         parse_setting("initial_peers", bootstrap)
-    usual = {"tasks": {"held_out_share": HELD_OUT_SHARE}, "merging": {"enabled": merges}}
+    new = Layer("swarm create", {"tasks": {"held_out_share": HELD_OUT_SHARE}})
     decided = Layer("swarm create", {"swarm": {"name": name}, "tasks": {"sandboxed": True}})
-    config = resolve([Layer("swarm create", usual), *given_layers(settings, options), decided])
+    config = resolve([new, *given_layers(settings, options), decided])
     check_tasks(config.tasks)
     return config
 

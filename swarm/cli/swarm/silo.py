@@ -54,7 +54,7 @@ def found(
     files.create()
     identity = identities.load_or_create(files.identity, unlock)
     bootstrap = [one if "/p2p/" in one else f"{one}/p2p/{identity.peer_id}" for one in addresses]
-    config = checked_config(name, settings, bootstrap, options, merges=True)
+    config = checked_config(name, settings, bootstrap, options)
     owner_key = identities.load_or_create(key, unlock)
     if owner_key.peer_id == identity.peer_id:
         raise SiloError(f"the owner's key must not be a node's, got {key}; set another --key")
@@ -122,10 +122,6 @@ def init(
     listen = [one.partition("/p2p/")[0] for one in address]
     listening = f" --network.listen '{json.dumps(listen)}'" if listen else ""
     print(f"silo {name}, id {manifest.id}, owner {manifest.founder_name} ({manifest.founder})")
-    if manifest.merging:
-        print(
-            "members merge their adapters unless they say otherwise; found it with --merging.enabled false if none should"
-        )
     print(f"back up {key or folder / OWNER_KEY}: whoever has it decides who the members are")
     print(f"next:\n  swarm join {folder / 'manifest.toml'}{listening}   # starts this node")
     print(f"  swarm silo invite REQUEST --dir {folder}   # for each line that `swarm silo request` prints elsewhere")
