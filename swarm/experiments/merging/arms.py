@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from swarm.config import MergingSection
+from swarm.config import PUBLISHED_BETA, MergingSection
 
 NUM_REPLICAS = 8
 TREE_HOPS = 2 * int(math.log2(NUM_REPLICAS))
@@ -41,7 +41,7 @@ class MergingArm:
     patience: float = 0.0
     """Share of H for which an offer waits for a partner, while training goes on."""
     alpha: float = MergingSection().alpha
-    beta: float = 0.7  # as published; nodes take 1 - alpha unless set
+    beta: float = PUBLISHED_BETA
     precision: Literal["bf16", "int8", "int4"] = "bf16"
     late: bool = False
     drop_rate: float = 0.0

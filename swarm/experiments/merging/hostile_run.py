@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from swarm.config import MergingSection
+from swarm.config import PUBLISHED_BETA, MergingSection
 from swarm.experiments.cells import Result
 from swarm.experiments.merging.arms import NUM_REPLICAS, OFF, MergingArm
 from swarm.experiments.merging.backdoor import Backdoor, train_backdoor
@@ -93,7 +93,7 @@ class HostileRun:
         self._config = MergingSection(
             enabled=True,
             inner_steps=scale.inner_steps,
-            beta=0.7,  # as in the kept cells
+            beta=PUBLISHED_BETA,
             strangers_factor=MergingSection().strangers_factor if company.is_defended else OFF,
         )
         self._honest = [Identity(bytes([1 + number]) * 32) for number in range(NUM_REPLICAS)]

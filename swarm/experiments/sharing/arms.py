@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from swarm.config import PUBLISHED_BETA
 from swarm.experiments.cells import chosen_names
 
 Settings = Mapping[str, Mapping[str, Any]]
@@ -89,10 +90,10 @@ class SharingArm:
         # hints need verifiers in processes
         hinted: Settings = {"rollouts": {"hints": hints}, "tasks": {"sandboxed": True}} if hints else {}
         interval_s = float(self.merge_interval_rounds * members)  # each turn of a `LearnerSwarm` takes a second
-        merging: Settings = (
-            {"merging": {"enabled": True, "interval_s": interval_s, "gate_tasks": 0, "beta": 0.7}} if interval_s else {}
-        )
-        return overlaid(chosen, hinted, merging, self.settings)
+        merging: Settings = {
+            "merging": {"enabled": True, "interval_s": interval_s, "gate_tasks": 0, "beta": PUBLISHED_BETA}
+        }
+        return overlaid(chosen, hinted, merging if interval_s else {}, self.settings)
 
 
 def overlaid(*layers: Settings) -> dict[str, dict[str, Any]]:
