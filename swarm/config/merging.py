@@ -53,8 +53,9 @@ class MergingSection(Section):
     """Number of private tasks on which a merge that is tried must not lower the reward to be applied. They cannot show a hidden
     response to a prompt that only the partner knows: strangers_factor bounds that. 0: no test."""
     gate_share: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Largest number of answers that trying merges takes, as a fraction of those that the node samples for its rounds. Chance
-    decides which merges are tried, so that no partner can know. 1: all of them, whatever it takes."""
+    """Number of answers that trying merges takes, as a fraction of those that the node samples for its rounds. Chance decides
+    which merges are tried, so that no partner can know; merges with a partner that was refused lately are always tried, beyond
+    this number. 1: all of them, whatever it takes."""
     drift_threshold: PositiveFloat = 1.0
     """Layers are merged as products instead of factors if averaging the factors has a larger relative error than this. Up
     to 0.6, averaging was no worse where measured."""
