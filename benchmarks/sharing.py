@@ -19,7 +19,7 @@ from swarm.experiments.sharing.arms import ARMS, ORACLE, SILO
 from swarm.experiments.sharing.figures import figures, summarize, table
 from swarm.experiments.sharing.plan import SharingPlan, tuned_factors
 
-_MEMBER = "8/all"
+_MEMBER = "8/all, shaped"  # with the correction that nodes have
 _QUICK_LR = 1.4
 """The best of silo and oracle on the tuning seed."""
 

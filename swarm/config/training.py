@@ -57,7 +57,7 @@ class TrainingSection(Section):
     """Upper clip range of the ratio (DAPO, 2503.14476)."""
     clip_delta: Annotated[float, Field(gt=1)] = 4.0
     """Cap of the ratio where the advantage is negative (two-sided clip, 2505.07291)."""
-    correction: Annotated[str, CORRECTIONS] = "tis+opsm"
+    correction: Annotated[str, CORRECTIONS] = "shaped+opsm"
     """Factor of the loss for tokens that another policy sampled, an earlier own one included; w is the importance weight."""
     correction_parameters: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the correction, for those that take some."""

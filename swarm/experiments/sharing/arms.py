@@ -93,7 +93,7 @@ class SharingArm:
         merging: Settings = {
             "merging": {"enabled": True, "interval_s": interval_s, "gate_tasks": 0, "beta": PUBLISHED_BETA}
         }
-        return overlaid(chosen, hinted, merging if interval_s else {}, self.settings)
+        return overlaid(TRUNCATED, chosen, hinted, merging if interval_s else {}, self.settings)
 
 
 def overlaid(*layers: Settings) -> dict[str, dict[str, Any]]:
@@ -127,6 +127,8 @@ _LATE = (MemberKind("first", 7), MemberKind("late", 1, first_round=13))
 _AHEAD = (MemberKind("strong", 2), MemberKind("weak", 6, first_round=13))
 _SLOW = (MemberKind("usual", 4), MemberKind("slow", 4, interval_rounds=4))
 
+TRUNCATED = _training(correction="tis+opsm")
+"""Of every arm that names no other correction: the default of nodes until those that are `SHAPED` had been measured."""
 SHAPED = _training(correction="shaped+opsm")
 READERS_BASELINE: Settings = {"sharing": {"baseline": "reader"}}
 SOLVED_GROUPS: Settings = {"sharing": {"baseline": "reader", "solved_groups": True}}
@@ -163,7 +165,7 @@ ARMS = {
         SharingArm("8/16, informative", 16, settings=INFORMATIVE),
         SharingArm("8/24, replay 8", 24, settings=_training(replay_groups=8), part_of_rounds=_SHORT),
         SharingArm("8/24", 24, part_of_rounds=_SHORT),
-        SharingArm("8/24, shaped", 24, settings=SHAPED, part_of_rounds=_SHORT),
+        SharingArm("8/24, shaped", 24, settings=SHAPED, tuned_as="8/all, shaped", part_of_rounds=_SHORT),
         SharingArm("8/all", ALL, part_of_rounds=_SHORT),
         SharingArm(
             "8/all, no correction", ALL, settings=_training(correction="none"), tuned_as="8/all", part_of_rounds=_SHORT
