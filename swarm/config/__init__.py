@@ -29,7 +29,7 @@ from swarm.config.load import (
     variable_of,
     without_settings,
 )
-from swarm.config.merging import PUBLISHED_BETA, MergingSection, largest_stable_beta
+from swarm.config.merging import MergingSection, largest_stable_beta
 from swarm.config.network import NetworkSection
 from swarm.config.node import CheckpointSection, EvaluationSection, NodeSection, ObservabilitySection, SwarmSection
 from swarm.config.policy import BUNDLED_BASES, LoraSection, PipelineSection, PolicySection
@@ -55,7 +55,6 @@ __all__ = [
     "DEMO_TASKS",
     "LANGUAGE",
     "LOCAL_SETTINGS",
-    "PUBLISHED_BETA",
     "REASONING_TASKS",
     "CheckpointSection",
     "Config",

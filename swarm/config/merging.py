@@ -12,10 +12,6 @@ def largest_stable_beta(alpha: float) -> float:
     return 2 * (1 - alpha * alpha)
 
 
-PUBLISHED_BETA = 0.7
-"""Of NoLoCo, with alpha = .5. Experiments keep it, as their cells were computed with it."""
-
-
 class MergingSection(Section):
     """Merging adapters with partners of the same lineage during training, without an all-reduce (NoLoCo, 2506.10911)."""
 

@@ -93,8 +93,8 @@ class TruncatedOpsm(Correction):
 class ShapedParameters(Section):
     """`correction_parameters` of shaped+opsm."""
 
-    half_weight: Annotated[float, Field(gt=0)] = 0.1
-    """γ: the importance weight at which a good answer counts about half."""
+    half_weight: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """γ: the importance weight at which a good answer counts about half. The largest weight is 1 + γ."""
 
 
 class ShapedOpsm(Correction):

@@ -77,10 +77,13 @@ def test_on_policy_data_is_not_corrected():
         assert correction_weights(log_w, MASK, kind, 2.0).unique().tolist() == [1.0]
 
 
-def test_hostile_logprobs_stay_finite():
-    claimed = torch.tensor([[-1e30, 0.0]])
-    log_w = masked_log_ratio(torch.tensor([[-1.0, -1e30]]), claimed, torch.ones(1, 2))
-    assert torch.isfinite(correction_weights(log_w, torch.ones(1, 2), "tis", 2.0)).all()
+@pytest.mark.parametrize(("correction", "most"), [("tis", 2.0), ("tis+opsm", 2.0), ("shaped+opsm", 1.1)])
+def test_no_claim_of_an_author_gives_its_good_answers_a_larger_weight(correction: str, most: float):
+    claimed = torch.tensor([[-1e30, -700.0, -12.0, -1.0, -0.05, 0.0]])
+    own = torch.tensor([[-1.0, -1e30, -1.0, -3.0, -3.0, -1e30]])
+    weights = correction_weights(masked_log_ratio(own, claimed, torch.ones(1, 6)), torch.ones(1, 6), correction, 2.0)
+    assert torch.isfinite(weights).all() and weights.min() >= 0 and weights.max() <= most + 1e-6
+    assert weights[0, 0].item() == pytest.approx(most, rel=1e-5), "a claim far too low gets the most there is"
 
 
 def test_shaped_weights_keep_good_answers_that_the_policy_hardly_writes():

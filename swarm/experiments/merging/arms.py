@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from swarm.config import PUBLISHED_BETA, MergingSection
+from swarm.config import MergingSection
 
+PUBLISHED_BETA = 0.7
+"""Of NoLoCo, with alpha = .5. Experiments keep it, as their cells were computed with it."""
 NUM_REPLICAS = 8
 TREE_HOPS = 2 * int(math.log2(NUM_REPLICAS))
 """Messages one after another in a tree all-reduce: up and down. An exchange in pairs is one, both ways at once."""

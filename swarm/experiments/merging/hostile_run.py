@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from swarm.config import PUBLISHED_BETA, MergingSection
+from swarm.config import MergingSection
 from swarm.experiments.cells import Result
-from swarm.experiments.merging.arms import NUM_REPLICAS, OFF, MergingArm
+from swarm.experiments.merging.arms import NUM_REPLICAS, OFF, PUBLISHED_BETA, MergingArm
 from swarm.experiments.merging.backdoor import Backdoor, train_backdoor
 from swarm.experiments.merging.hostile_names import HostileDonor, HostilePartner
 from swarm.experiments.merging.merging_plan import COMPANIES, Company, Stage

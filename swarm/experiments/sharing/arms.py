@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.config import PUBLISHED_BETA
 from swarm.experiments.cells import chosen_names
+from swarm.experiments.merging.arms import PUBLISHED_BETA
 
 Settings = Mapping[str, Mapping[str, Any]]
 """{section: {setting: value}}"""
@@ -128,8 +128,9 @@ _AHEAD = (MemberKind("strong", 2), MemberKind("weak", 6, first_round=13))
 _SLOW = (MemberKind("usual", 4), MemberKind("slow", 4, interval_rounds=4))
 
 TRUNCATED = _training(correction="tis+opsm")
-"""Of every arm that names no other correction: the default of nodes until those that are `SHAPED` had been measured."""
+"""Of every arm that names no other correction: most cells are from when it was the default of nodes."""
 SHAPED = _training(correction="shaped+opsm")
+"""The default of nodes."""
 READERS_BASELINE: Settings = {"sharing": {"baseline": "reader"}}
 SOLVED_GROUPS: Settings = {"sharing": {"baseline": "reader", "solved_groups": True}}
 INFORMATIVE: Settings = {"sharing": {"choice": "informative"}}
