@@ -191,8 +191,8 @@ def sharing(
     introduction = [
         f"{plan.num_members} members sample {plan.groups_per_round} groups of {plan.group_size} answers a round in every arm; "
         f"the oracle's one policy samples for all of them. Regime: {regime}. Learning rate of every arm by a grid on seeds "
-        "that are not reported. What is held out is an eighth of all prompts, which no arm trains on. Correction: tis+opsm, in arms "
-        "named shaped the default of nodes, shaped+opsm.",
+        "that are not reported. What is held out is an eighth of all prompts, which no arm trains on. "
+        "Correction: tis+opsm; in arms that are named shaped it is the default of nodes, shaped+opsm.",
     ]
     run_cells(run, plan.reported_cells(factors), lambda results: write_all(folder, introduction, results), figures)
 
