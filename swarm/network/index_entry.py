@@ -26,6 +26,9 @@ MAX_ENTRIES_PER_KEY = 2048
 """2048 x (1216 + 128 + 128 + overhead) bytes stay below 4 MiB."""
 MAX_LIFETIME_S = 3600.0
 """Longest life of an entry. hivemind has no limit, and an entry that never expires could never be replaced."""
+PLACES_S = 90.0
+"""How long a node that has found the hosts of a key stores entries there without another search. It lists itself three times in
+that time under the same keys."""
 CLOCK_SKEW_S = 10.0
 """The clocks of honest nodes differ by less."""
 MAX_FALSE_ENTRIES = 64

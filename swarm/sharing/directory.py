@@ -2,6 +2,7 @@
 
     every PRESENCE_INTERVAL_S:  own presence ─> list of the own shard, thinned out also of the wider shards above it
                                 list of the own shard ─> transport.meet(each) · size of the shard ─> level of the shard
+                                (a long list every third time)
 
 Every list has about as many entries as a shard has members, however large the swarm: in the list of a shard k levels
 above its own a node appears with probability 2**-k. A newcomer reads the widest list, sees the level of those in it, and
@@ -30,7 +31,7 @@ PRESENCE_LIFETIME_S = 120.0
 SETTLE_S = 2 * PRESENCE_INTERVAL_S
 """How long no node changes its level after all shards were drawn anew, because the others are still listing themselves."""
 FIRST_INTERVALS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""The first intervals of a node are shorter: others may be starting at the same time."""
+"""The first intervals of a node are shorter, and it reads in each: others may be starting at the same time."""
 ALONE_INTERVAL_S = 5.0
 """The interval of a node that finds nobody listed: whoever comes back after an outage is met soon, and it costs nobody else."""
 PROOF_S = EPOCH_S
@@ -44,6 +45,10 @@ MAX_STAY_S = 3 * EPOCH_S
 the time until the next one, up to this: that body may have been sent to keep the node there."""
 _MOST_OWN_ENTRIES = 64
 """How many own entries a node remembers: more than it makes in PRESENCE_LIFETIME_S."""
+LONG_LIST = 32
+"""Members of a list that need not be read in every turn: who knows that many peers can wait for the newest one. Reading costs a
+signature of each member, and the bytes of the whole list from each of its replicas."""
+TURNS_PER_LONG_LIST = 3
 _TURNS_PER_WIDE_LOOK = 10
 """Turns between two looks of a node in a narrow shard at the widest list, where relays for all shards are listed."""
 
@@ -77,6 +82,9 @@ class Directory:
         """The level at which a body of others was admitted last."""
         self._stay_s = PROOF_S  # at that level
         self._num_turns = 0
+        self._last_list: tuple[Shard, int] | None = None
+        """The one that was read last."""
+        self._num_turns_unread = 0
         self._began_at = self._transport.now()
         self._own_entries = deque[float]((), _MOST_OWN_ENTRIES)  # when each was made
         self._told_of_twin_at = -math.inf
@@ -92,12 +100,33 @@ class Directory:
         return shard_of(self._swarm_id, self._identity.peer_id, self.level, self._transport.now())
 
     async def turn(self) -> float:
-        """List this node and read who else is listed. Returns the seconds until the next turn."""
+        """List this node, and read who else is listed where that is due. Returns the seconds until the next turn."""
         if self._num_turns == 0 and not self._stays_widest:
             await self._find_level()
         elif self.level and self._num_turns % _TURNS_PER_WIDE_LOOK == 0:
             await self._members(Shard(0, 0))
         await self._announce()
+        if self._is_reading_due():
+            await self._read_own_list()
+        else:
+            self._num_turns_unread += 1
+        self._num_turns += 1
+        if self._num_turns <= len(FIRST_INTERVALS_S):
+            return FIRST_INTERVALS_S[self._num_turns - 1]
+        return ALONE_INTERVAL_S if self.num_members == 1 else PRESENCE_INTERVAL_S
+
+    def _is_reading_due(self) -> bool:
+        if self._num_turns < len(FIRST_INTERVALS_S) or self.num_members < LONG_LIST:
+            return True
+        return self._own_list() != self._last_list or self._num_turns_unread >= TURNS_PER_LONG_LIST - 1
+
+    def _own_list(self) -> tuple[Shard, int]:
+        """The list that this node belongs to now: its shard, and the epoch for which shards were drawn."""
+        return self.shard, int(self._transport.now() // EPOCH_S)
+
+    async def _read_own_list(self) -> None:
+        """Meet the members of the own shard, and go to another level where their number says so."""
+        self._last_list, self._num_turns_unread = self._own_list(), 0
         members = await self._members(self.shard)
         self.num_members = len(members.keys() | {self._identity.peer_id})
         level = self.level if self._is_settling() else await self._next_level()
@@ -105,10 +134,6 @@ class Directory:
             logger.info("shard %s has %d members: going to level %d", self.shard.name, self.num_members, level)
             self.level = level
             await self._announce()
-        self._num_turns += 1
-        if self._num_turns <= len(FIRST_INTERVALS_S):
-            return FIRST_INTERVALS_S[self._num_turns - 1]
-        return ALONE_INTERVAL_S if self.num_members == 1 else PRESENCE_INTERVAL_S
 
     async def _next_level(self) -> int:
         now = self._transport.now()

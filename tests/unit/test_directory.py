@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import pytest
 
@@ -15,10 +15,12 @@ from swarm.records.presence import Presence, sign_presence
 from swarm.sharing.directory import (
     ALONE_INTERVAL_S,
     FIRST_INTERVALS_S,
+    LONG_LIST,
     PRESENCE_INTERVAL_S,
     PRESENCE_LIFETIME_S,
     PROOF_S,
     SETTLE_S,
+    TURNS_PER_LONG_LIST,
     Directory,
 )
 from swarm.sharing.index import (
@@ -130,7 +132,8 @@ async def test_made_up_names_at_another_level_keep_a_newcomer_for_a_while_only()
             await list_at(alice, identity, 0, clock.now)
         for identity in made_up:
             await list_at(alice, identity, 1, clock.now)
-        await directory.turn()
+        for _ in range(TURNS_PER_LONG_LIST):
+            await directory.turn()
         return directory.level
 
     assert await later(0) == 1, "where most names are"
@@ -266,11 +269,54 @@ async def test_a_shard_splits_when_it_is_large_and_its_members_are_heard() -> No
         0,
     )  # made-up members, for all it knows
     alice.totals.num_authors = SPLIT_ABOVE // 2 + 1
-    await alice.directory.turn()
+    for _ in range(TURNS_PER_LONG_LIST):
+        await alice.directory.turn()
     assert alice.directory.level == 1
     own = shard_of(SWARM_ID, ALICE.peer_id, 1, SETTLED)
     assert alice.directory.shard == own
     assert ALICE.peer_id in await alice.load(presence_key(SWARM_ID, own))  # it is listed there at once
+
+
+@pytest.mark.parametrize(("num_others", "readings"), [(LONG_LIST - 2, 7), (LONG_LIST - 1, 3)])
+async def test_a_long_list_is_read_every_third_turn_and_written_in_each(num_others: int, readings: int) -> None:
+    clock, (alice,) = await nodes([ALICE])
+    alice.directory._num_turns = len(FIRST_INTERVALS_S)
+    for identity in crowd(num_others):
+        await list_at(alice, identity, 0, SETTLED)
+    own_key, loaded = presence_key(SWARM_ID, EVERYBODY), 0
+    load = alice.load
+
+    async def counted(key: str) -> dict[str, bytes]:
+        nonlocal loaded
+        loaded += key == own_key
+        return await load(key)
+
+    alice.load = counted  # type: ignore[method-assign]
+    for _ in range(7):
+        await alice.directory.turn()
+        entry = alice.index_share.get(own_key)[ALICE.peer_id]
+        assert entry[1].begins_at == clock.now  # its own presence is as new as can be
+        clock.now += 1.0
+    assert loaded == readings
+    assert alice.directory.num_members == num_others + 1
+
+
+async def test_the_list_of_a_new_shard_is_read_at_once() -> None:
+    clock, (alice,) = await nodes([ALICE])
+    alice.directory.level, alice.directory._num_turns = 2, len(FIRST_INTERVALS_S)
+    met: list[set[str]] = []
+    shards: list[Shard] = []
+    for clock.now in (SETTLED + number * EPOCH_S for number in range(4)):
+        shards.append(alice.directory.shard)
+        for identity in in_shard(alice.directory.shard, crowd(400), clock.now)[: LONG_LIST + 8]:
+            await list_at(alice, identity, 2, clock.now)
+        await alice.directory.turn()
+        met.append(set(alice.met))
+    assert len(met[0]) == LONG_LIST + 8
+    assert all(len(later - earlier) > LONG_LIST / 2 for earlier, later in pairwise(met))
+    assert any(earlier == later for earlier, later in pairwise(shards)), (
+        "also where it has the number of the one before"
+    )
 
 
 async def test_a_shard_that_became_small_joins_its_twin() -> None:

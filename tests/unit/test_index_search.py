@@ -14,15 +14,16 @@ from hivemind.dht.routing import DHTID
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from swarm.network.hivemind.index_search import (
+    EVERYBODY_S,
     MAX_ASKED,
     NUM_NEAREST,
-    PLACES_S,
     SEARCH_TIMEOUT_S,
     IndexSearch,
     KnownPlaces,
 )
 from swarm.network.hivemind.index_storage import IndexEntries
 from swarm.network.memory.virtual_clock import run
+from swarm.sharing.directory import PRESENCE_INTERVAL_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 KEY = DHTID.generate(source="key")
@@ -152,16 +153,22 @@ def test_a_search_that_found_everybody_counts_for_every_key_for_a_while() -> Non
     known = KnownPlaces(lambda: now[0])
     known.note(KEY, ended(NUM_NEAREST - 1), least=5)
     assert known.near(near(7)) == places(NUM_NEAREST - 1)
-    now[0] += PLACES_S
+    now[0] += EVERYBODY_S
     assert known.near(KEY) == known.near(near(7)) == []
 
 
 def test_a_search_in_a_large_swarm_counts_for_its_key_alone_and_one_that_found_too_few_for_none() -> None:
-    known = KnownPlaces(time.monotonic)
+    now = [100.0]
+    known = KnownPlaces(lambda: now[0])
     known.note(KEY, ended(4), least=5)
     assert known.near(KEY) == []
     known.note(KEY, ended(NUM_NEAREST), least=5)
     assert known.near(KEY) == places(NUM_NEAREST) and known.near(near(7)) == []
+    now[0] += 2 * PRESENCE_INTERVAL_S + 1  # a node that lists itself under this key has two more turns without a search
+    assert known.near(KEY) == places(NUM_NEAREST)
+    now[0] += PRESENCE_INTERVAL_S
+    assert known.near(KEY) == []
+    known.note(KEY, ended(NUM_NEAREST), least=5)
     known.forget()
     assert known.near(KEY) == []
 

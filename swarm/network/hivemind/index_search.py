@@ -20,14 +20,15 @@ from typing import Any
 from swarm.limits.bounded_maps import BoundedMap
 from swarm.network.hivemind.index_storage import IndexEntries
 from swarm.network.hivemind.parts import DHTID, DHTNode, DictionaryDHTValue, PeerID
+from swarm.network.index_entry import PLACES_S
 
 SEARCH_TIMEOUT_S = 6.0
 NUM_NEAREST = 20
 """A search ends when this many peers have answered and no nearer one is known."""
 MAX_ASKED = 200
 _NUM_AT_ONCE = 8
-PLACES_S = 30.0
-"""How long the end of a search counts."""
+EVERYBODY_S = 30.0
+"""How long a search counts that has found everybody: a swarm that small may soon be larger."""
 _MAX_PLACES = 256
 _Places = list[tuple[DHTID, PeerID]]
 
@@ -55,8 +56,8 @@ class KnownPlaces:
 
     def near(self, target: DHTID) -> _Places:
         """Return the peers nearest to `target`, in no order; empty where a search has to find them."""
-        for found in (self._everybody, self._by_target.get(target)):
-            if found is not None and self._clock() - found[0] < PLACES_S:
+        for found, lasts_s in ((self._everybody, EVERYBODY_S), (self._by_target.get(target), PLACES_S)):
+            if found is not None and self._clock() - found[0] < lasts_s:
                 return found[1]
         return []
 

@@ -6,6 +6,8 @@ Every node holds a share of the index, as in the real one: an entry goes to the 
 runs its own validator, and a reader merges their answers. Finding those nodes costs the hops of Kademlia. All waiting
 uses the running loop, so a loop with virtual time makes all of it virtual.
 
+As in the real one, a node that has found the nodes of a key stores entries there for a while without another search.
+
 A share (`peer_index.IndexShare`) has the limits of the real index (`hivemind/index_storage`), in entries instead of
 bytes.
 """
@@ -14,7 +16,8 @@ import asyncio
 from collections import Counter
 
 from swarm.errors import RequestError, RequestFailure
-from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
+from swarm.limits.bounded_maps import ExpiringKeys
+from swarm.network.index_entry import MAX_LIFETIME_S, PLACES_S, IndexRule, IndexValidator, check_entry
 from swarm.network.memory.gossip import GossipRouter
 from swarm.network.memory.lines import MemoryLine
 from swarm.network.memory.network import (
@@ -31,6 +34,8 @@ from swarm.network.requests.server import RequestServer
 from swarm.network.transport import Contact, GossipHandler, Line, LineHandler, RequestHandler, TrafficCounter, by_place
 
 __all__ = ["NO_FAULTS", "Faults", "MemoryNetwork", "MemoryTransport"]
+
+_MAX_KNOWN_KEYS = 256
 
 
 class MemoryTransport:
@@ -50,6 +55,8 @@ class MemoryTransport:
         self.position = position_of(peer_id)
         self.gossip = GossipRouter(network, peer_id, self.traffic)
         self._network = network
+        self._known_keys = ExpiringKeys[str](self.now, _MAX_KNOWN_KEYS)
+        """Those whose nodes were found a short time ago."""
         self._rule = IndexRule(validator, self.now)
         self.index_share = IndexShare(self.now)
         self._tasks: set[asyncio.Task[Response]] = set()
@@ -102,7 +109,8 @@ class MemoryTransport:
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         check_entry(key, subkey, value)
         expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
-        replicas = await self._find_replicas(key)
+        is_known = key in self._known_keys
+        replicas = self._network.replicas(key, self.peer_id) if is_known else await self._find_replicas(key)
         return any(
             await asyncio.gather(*(self._store_at(replica, (key, subkey, value), expires_at) for replica in replicas))
         )
@@ -122,6 +130,7 @@ class MemoryTransport:
             member.traffic.bytes_sent += LOOKUP_RESPONSE_BYTES
             if await self._network.carry(member.peer_id, self.peer_id, LOOKUP_RESPONSE_BYTES) is not None:
                 self.traffic.bytes_received += LOOKUP_RESPONSE_BYTES
+        self._known_keys.add(key, self.now() + PLACES_S)
         return self._network.replicas(key, self.peer_id)
 
     def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
