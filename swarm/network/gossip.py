@@ -5,12 +5,13 @@ There are two implementations: `libp2p.gossip` (py-libp2p, validates a message b
 trust each other).
 """
 
+import hashlib
 import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from swarm.limits.bounded_maps import BoundedMap, BoundedPeers
 from swarm.limits.token_bucket import TokenBucket
@@ -23,6 +24,33 @@ Addresses = tuple[str, ...]
 """Multiaddresses of one peer, without /p2p."""
 
 MAX_KNOWN_PEERS = 256
+
+
+class Degree(NamedTuple):
+    """Number of neighbours in the mesh of a topic. Below `low` or above `high` it is changed to `wanted`."""
+
+    low: int
+    wanted: int
+    high: int
+
+
+NODE_DEGREE = Degree(3, 4, 8)
+HEARTBEAT_S = 1
+HISTORY_HEARTBEATS = 5
+"""How long a message can be asked for."""
+WINDOW_HEARTBEATS = 3
+"""How long its id is announced."""
+SEEN_S = 120.0
+MAX_SEEN = 65_536
+MAX_RECENT = 4096
+MAX_IDS = 500
+"""Message ids of one call that are processed."""
+ID_BYTES = 16
+
+
+def message_id(topic: str, data: bytes) -> bytes:
+    """ID_BYTES."""
+    return hashlib.sha256(topic.encode() + b"\0" + data).digest()[:ID_BYTES]
 
 
 class Gossip(Protocol):

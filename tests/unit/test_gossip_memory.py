@@ -7,20 +7,22 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.network.gossip import ForwarderGuard
-from swarm.network.libp2p.parts import ID, Multiaddr, RpcQueue, create_new_key_pair, new_host, rpc_pb2
-from swarm.network.libp2p.pubsub import FrameReader, GuardedPubsub, OversizeFrame, encode_frame
-from swarm.network.libp2p.router import (
+from swarm.network.gossip import (
     HISTORY_HEARTBEATS,
     MAX_RECENT,
     MAX_SEEN,
-    MAX_WINDOW_IDS,
     SEEN_S,
     WINDOW_HEARTBEATS,
+    ForwarderGuard,
+    message_id,
+)
+from swarm.network.libp2p.parts import ID, Multiaddr, RpcQueue, create_new_key_pair, new_host, rpc_pb2
+from swarm.network.libp2p.pubsub import FrameReader, GuardedPubsub, OversizeFrame, encode_frame
+from swarm.network.libp2p.router import (
+    MAX_WINDOW_IDS,
     BoundedGossipSub,
     RecentMessages,
     SeenMessages,
-    message_id,
 )
 from swarm.network.transport import TrafficCounter
 

@@ -17,11 +17,11 @@ from dataclasses import replace
 
 from swarm.errors import NetworkError
 from swarm.limits.bounded_maps import BoundedMap
-from swarm.network.gossip import Addresses, ForwarderGuard, GossipAddressBook
+from swarm.network.gossip import NODE_DEGREE, Addresses, ForwarderGuard, GossipAddressBook
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import IHost, background_trio_service
 from swarm.network.libp2p.pubsub import GuardedPubsub
-from swarm.network.libp2p.router import HUB_DEGREE, NODE_DEGREE, BoundedGossipSub
+from swarm.network.libp2p.router import HUB_DEGREE, BoundedGossipSub
 from swarm.network.network_context import NetworkContext
 from swarm.network.peers.surroundings import announced_addresses
 from swarm.network.tcp_address import parse_setting, with_actual_ports

@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from swarm.network.gossip import ForwarderGuard
+from swarm.network.gossip import ForwarderGuard, message_id
 from swarm.network.libp2p.parts import ID, IHost, INetStream, Pubsub, RpcQueue, StreamError, rpc_pb2, trio
-from swarm.network.libp2p.router import BoundedGossipSub, SeenMessages, message_id
+from swarm.network.libp2p.router import BoundedGossipSub, SeenMessages
 from swarm.network.requests.framing import encode_frame
 from swarm.network.transport import GossipHandler, TrafficCounter, ValidationResult
 

@@ -7,29 +7,27 @@ strangers are not dialled; and there are no scores, since ForwarderGuard decides
 are bounded and need no threads.
 """
 
-import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
+from swarm.network.gossip import (
+    HEARTBEAT_S,
+    HISTORY_HEARTBEATS,
+    MAX_IDS,
+    MAX_RECENT,
+    MAX_SEEN,
+    NODE_DEGREE,
+    SEEN_S,
+    WINDOW_HEARTBEATS,
+    Degree,
+)
 from swarm.network.libp2p.parts import ID, PROTOCOL_ID_V11, GossipSub, Pubsub, rpc_pb2
 
-MAX_SEEN = 65_536
-SEEN_S = 120.0
-MAX_RECENT = 4096
-HISTORY_HEARTBEATS = 5
-"""How long a message can be asked for."""
-WINDOW_HEARTBEATS = 3
-"""How long its id is announced."""
 MAX_WINDOW_IDS = 200
 """Ids of one topic that are announced. A peer that joins is sent all of them at once, which must not look like a flood.
 """
-
-
-def message_id(topic: str, data: bytes) -> bytes:
-    """16 bytes."""
-    return hashlib.sha256(topic.encode() + b"\0" + data).digest()[:16]
 
 
 class SeenMessages:
@@ -97,20 +95,8 @@ class RecentMessages:
         del self._history[HISTORY_HEARTBEATS:]
 
 
-class Degree(NamedTuple):
-    """Number of neighbours in the mesh of a topic. Below `low` or above `high` it is changed to `wanted`."""
-
-    low: int
-    wanted: int
-    high: int
-
-
-NODE_DEGREE = Degree(3, 4, 8)
 HUB_DEGREE = Degree(8, 12, 128)
 """For a node that others rely on: no peer that asks for a place in the mesh is sent away."""
-HEARTBEAT_S = 1
-MAX_IDS = 500
-"""Message ids of one call that are processed."""
 _PRUNE_BACK_OFF_S = 10
 _MAX_BACK_OFF_S = 60
 

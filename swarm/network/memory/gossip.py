@@ -1,7 +1,7 @@
 """A small model of GossipSub (libp2p's pubsub v1.1) for the in-memory network.
 
-    publish ─→ mesh of D peers per topic ─→ each: seen before? → handler's decision → its own mesh
-    every heartbeat: mesh kept between D_LOW and D_HIGH · ids of recent messages (IHAVE) to peers outside the mesh,
+    publish ─→ mesh of a few peers per topic ─→ each: seen before? → handler's decision → its own mesh
+    every heartbeat: mesh kept within NODE_DEGREE · ids of recent messages (IHAVE) to peers outside the mesh,
                      which ask for those they lack (IWANT): so a lost message still arrives
 
 As in the original: validation before forwarding, a cache of seen messages, grafts and prunes with back-off, fan-out to
@@ -17,7 +17,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from swarm.limits.bounded_maps import BoundedMap
-from swarm.network.memory.mesh import D_LOW, FRAME_BYTES, ID_BYTES, Control, D, GossipMessage, TopicMesh, find_in_topic
+from swarm.network.gossip import (
+    HEARTBEAT_S,
+    HISTORY_HEARTBEATS,
+    ID_BYTES,
+    MAX_IDS,
+    MAX_RECENT,
+    MAX_SEEN,
+    NODE_DEGREE,
+    SEEN_S,
+    WINDOW_HEARTBEATS,
+)
+from swarm.network.memory.mesh import FRAME_BYTES, Control, GossipMessage, TopicMesh, find_in_topic
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCounter, ValidationResult
 
@@ -25,18 +36,8 @@ logger = logging.getLogger(__name__)
 
 D_LAZY = 6
 """Peers outside the mesh that are sent the ids of recent messages at each heartbeat."""
-HEARTBEAT_S = 1.0
-HISTORY_HEARTBEATS = 5
-"""How long a message can be asked for."""
-GOSSIP_HEARTBEATS = 3
-"""How long its id is announced."""
-SEEN_S = 120.0
-MAX_SEEN = 65_536
-MAX_CACHED = 4_096
 MAX_FANOUT_TOPICS = 64
 FANOUT_S = 60.0
-MAX_IDS = 500
-"""Ids in one IHAVE or IWANT; the rest is cut off."""
 MAX_NEW_PER_HEARTBEAT = 500
 """New messages of one peer that are processed between two heartbeats; the rest is dropped."""
 INVALID_PENALTY, PRUNE_SCORE, IGNORE_SCORE, SCORE_DECAY = -1.0, -2.5, -9.5, 0.97
@@ -67,7 +68,7 @@ class GossipRouter:
         self._topics: dict[str, _Topic] = {}
         self._seen: BoundedMap[bytes, float] = BoundedMap(MAX_SEEN)  # id -> when
         self._cache: BoundedMap[bytes, tuple[GossipMessage, int, float]] = BoundedMap(
-            MAX_CACHED
+            MAX_RECENT
         )  # id -> message, hops, until
         self._fanout: BoundedMap[str, tuple[list[str], float]] = BoundedMap(MAX_FANOUT_TOPICS)  # topic -> peers, until
         self._scores: dict[str, float] = {}
@@ -162,7 +163,7 @@ class GossipRouter:
         if name not in self._topics or not self._is_trusted(sender):
             return
         wanted = tuple(i for i in ids[:MAX_IDS] if i not in self._seen and i not in self._asked)
-        if wanted and len(self._asked) < MAX_CACHED:
+        if wanted and len(self._asked) < MAX_RECENT:
             self._asked.update(wanted)
             self._post(sender, FRAME_BYTES + ID_BYTES * len(wanted), GossipRouter.on_want, wanted)
 
@@ -199,7 +200,7 @@ class GossipRouter:
         self._network.calendar.schedule(HEARTBEAT_S, self._heartbeat)
 
     def _announce_ids(self, name: str, topic: _Topic) -> None:
-        ids = tuple(itertools.chain.from_iterable(topic.recent[:GOSSIP_HEARTBEATS]))[:MAX_IDS]
+        ids = tuple(itertools.chain.from_iterable(topic.recent[:WINDOW_HEARTBEATS]))[:MAX_IDS]
         topic.recent = [[], *topic.recent[: HISTORY_HEARTBEATS - 1]]
         if not ids:
             return
@@ -216,8 +217,8 @@ class GossipRouter:
             return topic.mesh.audience()
         peers, _ = self._fanout.pop(name, ([], 0.0))
         peers = [p for p in peers if self._network.connected(self._peer_id, p)]
-        if len(peers) < D_LOW:
-            peers = find_in_topic(self._network, name, self._peer_id, traffic=self._traffic)[:D]
+        if len(peers) < NODE_DEGREE.low:
+            peers = find_in_topic(self._network, name, self._peer_id, traffic=self._traffic)[: NODE_DEGREE.wanted]
         self._fanout[name] = peers, self._network.clock() + FANOUT_S
         return peers
 

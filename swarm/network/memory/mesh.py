@@ -1,14 +1,13 @@
 """The peers of one node in one gossip topic: those that it knows there, and the few to which it forwards messages."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from swarm.network.gossip import NODE_DEGREE, message_id
 from swarm.network.memory.network import LOOKUP_REQUEST_BYTES, LOOKUP_RESPONSE_BYTES, MemoryNetwork
 from swarm.network.transport import TrafficCounter
 
-ID_BYTES = 20
 FRAME_BYTES = 8
 """Bytes around every message and control message, about as many as in libp2p's protobuf."""
 
@@ -22,15 +21,13 @@ class GossipMessage:
 
     @classmethod
     def of(cls, topic: str, data: bytes) -> "GossipMessage":
-        return cls(topic, data, hashlib.sha256(topic.encode() + b"\x00" + data).digest()[:ID_BYTES])
+        return cls(topic, data, message_id(topic, data))
 
     @property
     def num_bytes(self) -> int:
         return FRAME_BYTES + len(self.topic) + len(self.data)
 
 
-D, D_LOW, D_HIGH = 6, 4, 12
-"""Number of peers in a mesh: wanted, least, most."""
 MAX_TOPIC_PEERS = 64
 BACKOFF_S = 10.0
 """How long after a prune neither side grafts the other."""
@@ -83,7 +80,7 @@ class TopicMesh:
     def join(self) -> None:
         self._network.join_topic(self._topic, self._peer_id)
         self._discover(self._network.clock())
-        for peer_id in list(self.peers)[:D]:
+        for peer_id in list(self.peers)[: NODE_DEGREE.wanted]:
             self._graft(peer_id)
 
     def leave(self) -> None:
@@ -110,7 +107,9 @@ class TopicMesh:
 
     def audience(self) -> list[str]:
         """Return the peers to which an own message is sent first: the mesh, and others while it is small."""
-        spare = self.outsiders()[: D - len(self.members)] if len(self.members) < D_LOW else []
+        spare = (
+            self.outsiders()[: NODE_DEGREE.wanted - len(self.members)] if len(self.members) < NODE_DEGREE.low else []
+        )
         return [*self.members, *spare]
 
     def outsiders(self) -> list[str]:
@@ -129,16 +128,16 @@ class TopicMesh:
             del self.members[peer_id]
         if self._backoff_until:
             self._backoff_until = {p: until for p, until in self._backoff_until.items() if until > now}
-        if len(self.members) < D_LOW:
-            num_wanted = D - len(self.members)
+        if len(self.members) < NODE_DEGREE.low:
+            num_wanted = NODE_DEGREE.wanted - len(self.members)
             candidates = self._candidates()
             if len(candidates) < num_wanted and now - self._discovered_at >= DISCOVERY_INTERVAL_S:
                 self._discover(now)
                 candidates = self._candidates()
             for peer_id in rng.sample(candidates, min(len(candidates), num_wanted)):
                 self._graft(peer_id)
-        elif len(self.members) > D_HIGH:
-            for peer_id in rng.sample(list(self.members), len(self.members) - D):
+        elif len(self.members) > NODE_DEGREE.high:
+            for peer_id in rng.sample(list(self.members), len(self.members) - NODE_DEGREE.wanted):
                 self.expel(peer_id)
 
     def _discover(self, now: float) -> None:
@@ -172,7 +171,7 @@ class TopicMesh:
 
     def _accept_graft(self, sender: str) -> None:
         is_welcome = self._is_trusted(sender) and sender not in self._backoff_until
-        is_room = sender in self.members or len(self.members) < D_HIGH
+        is_room = sender in self.members or len(self.members) < NODE_DEGREE.high
         if is_welcome and is_room and self._meet(sender):
             self.members[sender] = None
         else:
