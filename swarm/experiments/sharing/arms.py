@@ -166,7 +166,7 @@ ARMS = {
         SharingArm("8/16, informative", 16, settings=INFORMATIVE),
         SharingArm("8/24, replay 8", 24, settings=_training(replay_groups=8), part_of_rounds=_SHORT),
         SharingArm("8/24", 24, part_of_rounds=_SHORT),
-        SharingArm("8/24, shaped", 24, settings=SHAPED, tuned_as="8/all, shaped", part_of_rounds=_SHORT),
+        SharingArm("8/24, shaped", 24, settings=SHAPED, tuned_as="8/all, shaped", part_of_rounds=1.0),
         SharingArm("8/all", ALL, part_of_rounds=_SHORT),
         SharingArm(
             "8/all, no correction", ALL, settings=_training(correction="none"), tuned_as="8/all", part_of_rounds=_SHORT
