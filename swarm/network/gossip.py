@@ -49,7 +49,7 @@ ID_BYTES = 16
 
 
 def message_id(topic: str, data: bytes) -> bytes:
-    """ID_BYTES."""
+    """Return the id of a message on the wire: ID_BYTES of a hash of topic and data."""
     return hashlib.sha256(topic.encode() + b"\0" + data).digest()[:ID_BYTES]
 
 
