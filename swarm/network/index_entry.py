@@ -27,8 +27,11 @@ MAX_ENTRIES_PER_KEY = 2048
 MAX_LIFETIME_S = 3600.0
 """Longest life of an entry. hivemind has no limit, and an entry that never expires could never be replaced."""
 PLACES_S = 90.0
-"""How long a node that has found the hosts of a key stores entries there without another search. It lists itself three times in
-that time under the same keys."""
+"""How long a node that has found the hosts of a key stores and reads entries there without another search. It lists itself three
+times in that time under the same keys."""
+NUM_HOSTS_READ = 3
+"""Hosts of a key that are read where they are known. Everybody near the key is asked where one of them does not answer, has
+nothing, or has less than half of the entries that they have together."""
 CLOCK_SKEW_S = 10.0
 """The clocks of honest nodes differ by less."""
 MAX_FALSE_ENTRIES = 64

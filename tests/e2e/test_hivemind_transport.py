@@ -154,7 +154,14 @@ async def test_nodes_that_joined_through_one_peer_share_an_index_and_reach_each_
         assert address.endswith(f"/p2p/{nodes[0].peer_id}")
 
 
-async def test_entries_are_stored_without_a_search_until_hosts_are_gone(
+def _forget_all(nodes: list[HivemindTransport]) -> None:
+    """Let these hosts lose what they hold."""
+    for node in nodes:
+        assert node._session is not None
+        node._session._node.protocol.storage.get = lambda key: None
+
+
+async def test_entries_are_stored_and_read_without_a_search_until_hosts_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[int] = []
@@ -165,7 +172,8 @@ async def test_entries_are_stored_without_a_search_until_hosts_are_gone(
             await super().run()
 
     def is_searched(key: str) -> bool:
-        return DHTID.generate(source=key) ^ 1 in searched  # other searches keep the table of peers up to date
+        key_id = DHTID.generate(source=key)
+        return not {key_id, key_id ^ 1}.isdisjoint(searched)  # other searches keep the table of peers up to date
 
     monkeypatch.setattr(session, "IndexSearch", CountedSearch)
     async with swarm(tmp_path, 6) as nodes:
@@ -173,7 +181,10 @@ async def test_entries_are_stored_without_a_search_until_hosts_are_gone(
         await node.load("key 0")  # finds all five others
         for number in range(1, 4):
             assert await node.store(f"key {number}", "a", b"1", expires_at)
+            assert await node.load(f"key {number}") == {"a": b"1"}
         assert not any(is_searched(f"key {number}") for number in range(1, 4))
+        _forget_all(nodes[1:4])  # at least two of the five hosts, and never all
+        assert await node.load("key 1") == {"a": b"1"}
         assert await nodes[5].load("key 3") == {"a": b"1"}
         await asyncio.gather(nodes[3].stop(), nodes[4].stop())
         assert await node.store("key 4", "a", b"4", expires_at)

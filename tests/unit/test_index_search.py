@@ -14,14 +14,15 @@ from hivemind.dht.routing import DHTID
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from swarm.network.hivemind.index_search import (
-    EVERYBODY_S,
     MAX_ASKED,
     NUM_NEAREST,
     SEARCH_TIMEOUT_S,
     IndexSearch,
     KnownPlaces,
+    read_hosts,
 )
 from swarm.network.hivemind.index_storage import IndexEntries
+from swarm.network.index_entry import PLACES_S
 from swarm.network.memory.virtual_clock import run
 from swarm.sharing.directory import PRESENCE_INTERVAL_S
 
@@ -148,25 +149,43 @@ def ended(count: int, *, is_complete: bool = True) -> Any:
     return SimpleNamespace(nearest=places(count), is_complete=is_complete)
 
 
+class Table:
+    """A clock, a routing table, and the places that are known with them."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.peers = {near(number) for number in range(3)}
+        self.known = KnownPlaces(lambda: self.now, lambda: self.peers)
+
+
 def test_a_search_that_found_everybody_counts_for_every_key_for_a_while() -> None:
-    now = [100.0]
-    known = KnownPlaces(lambda: now[0])
-    known.note(KEY, ended(NUM_NEAREST - 1), least=5)
-    assert known.near(near(7)) == places(NUM_NEAREST - 1)
-    now[0] += EVERYBODY_S
-    assert known.near(KEY) == known.near(near(7)) == []
+    table = Table()
+    table.known.note(KEY, ended(NUM_NEAREST - 1), least=5)
+    assert table.known.near(near(7)) == places(NUM_NEAREST - 1)
+    table.now += PLACES_S
+    assert table.known.near(KEY) == table.known.near(near(7)) == []
+
+
+def test_whoever_has_met_another_peer_does_not_know_everybody_any_more() -> None:
+    table = Table()
+    table.known.note(KEY, ended(NUM_NEAREST - 1), least=5)
+    table.peers.add(near(100))
+    assert table.known.near(KEY) == table.known.near(near(7)) == []
+    table.peers.clear()
+    assert table.known.near(KEY) == [], "the swarm has grown, even if that peer has left again"
 
 
 def test_a_search_in_a_large_swarm_counts_for_its_key_alone_and_one_that_found_too_few_for_none() -> None:
-    now = [100.0]
-    known = KnownPlaces(lambda: now[0])
+    table = Table()
+    known = table.known
     known.note(KEY, ended(4), least=5)
     assert known.near(KEY) == []
     known.note(KEY, ended(NUM_NEAREST), least=5)
+    table.peers.add(near(100))
     assert known.near(KEY) == places(NUM_NEAREST) and known.near(near(7)) == []
-    now[0] += 2 * PRESENCE_INTERVAL_S + 1  # a node that lists itself under this key has two more turns without a search
+    table.now += 2 * PRESENCE_INTERVAL_S + 1  # whoever lists itself under this key has two more turns without a search
     assert known.near(KEY) == places(NUM_NEAREST)
-    now[0] += PRESENCE_INTERVAL_S
+    table.now += PRESENCE_INTERVAL_S
     assert known.near(KEY) == []
     known.note(KEY, ended(NUM_NEAREST), least=5)
     known.forget()
@@ -174,7 +193,43 @@ def test_a_search_in_a_large_swarm_counts_for_its_key_alone_and_one_that_found_t
 
 
 def test_a_search_that_slow_peers_ended_counts_for_no_key() -> None:
-    known = KnownPlaces(time.monotonic)
+    table = Table()
     for count in (NUM_NEAREST - 1, NUM_NEAREST):
-        known.note(KEY, ended(count, is_complete=False), least=5)
-    assert known.near(KEY) == []
+        table.known.note(KEY, ended(count, is_complete=False), least=5)
+    assert table.known.near(KEY) == []
+
+
+FULL = {name: name.encode() for name in "abcdef"}
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ([FULL, FULL, FULL], FULL),
+        ([{"a": b"a"}, {"a": b"a", "b": b"b"}], {"a": b"a", "b": b"b"}),
+        ([FULL, FULL, {"a": b"a", "b": b"b"}], None),
+        ([FULL, {}], None),
+        ([{}, {}], None),
+        ([FULL, None], None),
+    ],
+    ids=["agree", "one is half of all", "one has less", "one has nothing", "nobody has anything", "one is silent"],
+)
+def test_known_hosts_are_believed_where_each_has_half_of_what_they_have_together(
+    held: list[dict[str, bytes] | None], expected: dict[str, bytes] | None
+) -> None:
+    hosts = [near(number) for number in range(len(held))]
+    answers: dict[DHTID, Answer] = {
+        host: lambda own=own: (own, []) for host, own in zip(hosts, held, strict=True) if own is not None
+    }
+    node = Node([], answers)
+    found = run(read_hosts(node, KEY, [(one, one) for one in hosts]))  # type: ignore[arg-type]
+    assert (None if found is None else {subkey: item.value for subkey, item in found.data.items()}) == expected
+    assert sorted(node.asked) == sorted(hosts)
+
+
+def test_this_node_reads_its_own_share_without_a_question() -> None:
+    node = Node([], {near(0): lambda: (FULL, [])})
+    node.protocol.storage.get = lambda key: entries(FULL)
+    found = run(read_hosts(node, KEY, [(node.node_id, node.node_id), (near(0), near(0))]))  # type: ignore[arg-type]
+    assert found is not None and set(found.data) == set(FULL)
+    assert node.asked == [near(0)]

@@ -17,7 +17,8 @@ from swarm.network.peers.dialling import (
     dialable,
     read_peers,
 )
-from swarm.network.peers.known_peers import FEW_PEERS, SAVE_INTERVAL_S, SAVE_SOON_S, KnownPeers
+from swarm.network.peers.known_peers import FEW_PEERS, SAVE_INTERVAL_S, SAVE_SOON_S, Joining, KnownPeers
+from swarm.network.peers.surroundings import Surroundings
 from swarm.network.tcp_address import TcpAddress
 from swarm.records.identity import Identity
 
@@ -286,3 +287,41 @@ def test_no_file_raises(tmp_path_factory: pytest.TempPathFactory, content: bytes
     path = tmp_path_factory.mktemp("any") / "peers.json"
     path.write_bytes(content)
     assert read_peers(path, 1e9) == {}
+
+
+class Session:
+    """A session whose neighbours a test chooses; it counts searches for the nearest peers."""
+
+    def __init__(self) -> None:
+        self.neighbors = frozenset(IDS[4:8])
+        self.refreshed_at: list[int] = []
+        self.num_checks = 0
+
+    async def refresh(self) -> None:
+        self.refreshed_at.append(self.num_checks)
+
+    async def greet(self, peers: object) -> int:
+        return 0
+
+    async def peers(self) -> dict[str, tuple[str, ...]]:
+        return {}
+
+    async def prefer(self, connected: object) -> None: ...
+
+    async def listening_addresses(self, peer_ids: object) -> dict[str, tuple[str, ...]]:
+        return {}
+
+
+async def test_the_nearest_peers_are_searched_for_rarely_where_nobody_comes_or_goes(clock: Clock) -> None:
+    joining, session = Joining(KnownPeers([], OWN_ID, clock=clock), random.Random(0), Surroundings()), Session()
+
+    async def check(times: int) -> None:
+        for _ in range(times):
+            session.num_checks += 1
+            await joining.stay(session)  # type: ignore[arg-type]
+
+    await check(12)
+    assert session.refreshed_at == [1, 2, 4, 8, 12]
+    session.neighbors |= {IDS[9]}
+    await check(4)
+    assert session.refreshed_at[5:] == [13, 14, 16], "at once, and soon again"

@@ -14,7 +14,7 @@ import asyncio
 import bisect
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from swarm.limits.bounded_maps import BoundedMap
@@ -27,23 +27,24 @@ NUM_NEAREST = 20
 """A search ends when this many peers have answered and no nearer one is known."""
 MAX_ASKED = 200
 _NUM_AT_ONCE = 8
-EVERYBODY_S = 30.0
-"""How long a search counts that has found everybody: a swarm that small may soon be larger."""
 _MAX_PLACES = 256
-_Places = list[tuple[DHTID, PeerID]]
+Places = list[tuple[DHTID, PeerID]]
 
 
 class KnownPlaces:
-    """Remembers where searches ended, so that entries are stored without a search for each.
+    """Remembers for PLACES_S where searches ended, so that entries are stored and read without a search for each.
 
-    A search that found fewer peers than it looks for has found everybody, so it counts for every key. One that found too few
-    for all replicas counts for none: this node, or its swarm, is only just beginning.
+    A search that found fewer peers than it looks for has found everybody, so it counts for every key, until the routing table
+    has a peer that it did not find. One that found too few for all replicas counts for none: this node, or its swarm, is only
+    just beginning.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], known: Callable[[], Collection[DHTID]]) -> None:
+        """`known` returns the peers in the routing table."""
         self._clock = clock
-        self._by_target: BoundedMap[DHTID, tuple[float, _Places]] = BoundedMap(_MAX_PLACES)
-        self._everybody: tuple[float, _Places] | None = None
+        self._known = known
+        self._by_target: BoundedMap[DHTID, tuple[float, Places]] = BoundedMap(_MAX_PLACES)
+        self._everybody: tuple[float, Places] | None = None
 
     def note(self, target: DHTID, search: "IndexSearch", least: int) -> None:
         """Note the end of a search that has just been made, if it found all there is. `least` is the number of replicas."""
@@ -54,10 +55,12 @@ class KnownPlaces:
         elif len(nearest) >= least:
             self._by_target[target] = found
 
-    def near(self, target: DHTID) -> _Places:
+    def near(self, target: DHTID) -> Places:
         """Return the peers nearest to `target`, in no order; empty where a search has to find them."""
-        for found, lasts_s in ((self._everybody, EVERYBODY_S), (self._by_target.get(target), PLACES_S)):
-            if found is not None and self._clock() - found[0] < lasts_s:
+        if self._everybody is not None and not {node_id for node_id, _ in self._everybody[1]}.issuperset(self._known()):
+            self._everybody = None
+        for found in (self._everybody, self._by_target.get(target)):
+            if found is not None and self._clock() - found[0] < PLACES_S:
                 return found[1]
         return []
 
@@ -65,6 +68,36 @@ class KnownPlaces:
         """Forget all of it: a peer did not answer."""
         self._everybody = None
         self._by_target.clear()
+
+
+async def read_hosts(node: DHTNode, target: DHTID, hosts: Places) -> IndexEntries | None:
+    """Return the newest entry of each subkey that known hosts hold under `target`. Raises nothing.
+
+    None where one of them did not answer, or has nothing, or less than half of the entries that they have together: it may
+    be new there, or may lie.
+    """
+    answers = await asyncio.gather(*(_read_host(node, target, host) for host in hosts))
+    entries = IndexEntries()
+    for found in answers:
+        if found is None:
+            return None
+        for subkey, item in found.data.items():
+            entries.store(subkey, item.value, item.expiration_time)
+    fewest = min(len(found.data) for found in answers if found is not None)
+    return entries if 0 < len(entries.data) <= 2 * fewest else None
+
+
+async def _read_host(node: DHTNode, target: DHTID, host: tuple[DHTID, PeerID]) -> DictionaryDHTValue | None:
+    node_id, peer_id = host
+    if node_id == node.node_id:
+        return _dictionary(node.protocol.storage.get(target))
+    reply = await node._call_find_with_blacklist(peer_id, [target])
+    return _dictionary(reply[target][0]) if reply else None
+
+
+def _dictionary(found: Any) -> DictionaryDHTValue:
+    """Return the validated entries in a ValueWithExpiration, or in None."""
+    return found.value if found is not None and isinstance(found.value, DictionaryDHTValue) else IndexEntries()
 
 
 class IndexSearch:
@@ -143,6 +176,5 @@ class IndexSearch:
 
     def _add(self, found: Any) -> None:
         """Add validated entries. `found` is a ValueWithExpiration, or None."""
-        if found is not None and isinstance(found.value, DictionaryDHTValue):
-            for subkey, item in found.value.data.items():
-                self.entries.store(subkey, item.value, item.expiration_time)
+        for subkey, item in _dictionary(found).data.items():
+            self.entries.store(subkey, item.value, item.expiration_time)

@@ -7,6 +7,7 @@ when it opens the first session, since it imports hivemind.
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ from swarm.network.hivemind.daemon import (
 )
 from swarm.network.hivemind.daemon_control import DaemonControl, ShortCalls, answered_instead
 from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
-from swarm.network.hivemind.index_search import IndexSearch, KnownPlaces
+from swarm.network.hivemind.index_search import IndexSearch, KnownPlaces, Places, read_hosts
+from swarm.network.hivemind.index_storage import IndexEntries
 from swarm.network.hivemind.parts import (
     DHTID,
     P2P,
@@ -39,6 +41,7 @@ from swarm.network.hivemind.parts import (
     p2pclient,
     use_hivemind_log_handler,
 )
+from swarm.network.index_entry import NUM_HOSTS_READ
 from swarm.network.reach.role import Role, addresses_from_daemon
 from swarm.network.requests.server import RequestServer
 
@@ -75,6 +78,7 @@ class HivemindSession:
         node: DHTNode,
         role: Role,
         on_other_peer: OtherPeerCallback,
+        rng: random.Random,
     ) -> None:
         self._daemon = daemon
         self._folder = folder
@@ -87,7 +91,8 @@ class HivemindSession:
         self.addresses: tuple[str, ...] = ()
         """Multiaddresses of this node, without /p2p."""
         self._on_other_peer = on_other_peer
-        self._places = KnownPlaces(time.monotonic)
+        self._places = KnownPlaces(time.monotonic, lambda: node.protocol.routing_table.uid_to_peer_id)
+        self._rng = rng
 
     @classmethod
     async def open(
@@ -98,6 +103,7 @@ class HivemindSession:
         guard: IndexGuard,
         server: RequestServer,
         on_other_peer: OtherPeerCallback,
+        rng: random.Random,
         timeout_s: float,
     ) -> "HivemindSession":
         """Start a daemon and a DHT node that knows no peer yet. Raises NetworkError and leaves nothing behind.
@@ -120,7 +126,7 @@ class HivemindSession:
                     await start_relay(daemon, folder.path, settings.listen, timeout_s=timeout_s)
                 key_file.unlink(missing_ok=True)
                 p2p, node = await _attach(folder, guard, role)
-                session = cls(daemon, folder, p2p, node=node, role=role, on_other_peer=on_other_peer)
+                session = cls(daemon, folder, p2p, node=node, role=role, on_other_peer=on_other_peer, rng=rng)
                 undo.push_async_callback(session.close)
                 for protocol in server.protocols:
                     await session._p2p.add_binary_stream_handler(protocol, _adapted(protocol, server.answer_stream))
@@ -285,8 +291,7 @@ class HivemindSession:
         """Store an entry at NUM_REPLICAS nodes, this one among them if it is near. Returns (how many answered, whether any
         accepted it).
         """
-        own = [(self._node.node_id, self._node.peer_id)] if self._role.is_full else []
-        candidates = sorted([*nearest, *own], key=lambda one: one[0] ^ key_id)[: 2 * NUM_REPLICAS]
+        candidates = self._by_distance(nearest, key_id)[: 2 * NUM_REPLICAS]
         num_answers, is_stored = 0, False
         while candidates and num_answers < NUM_REPLICAS:
             num_missing = NUM_REPLICAS - num_answers
@@ -298,17 +303,36 @@ class HivemindSession:
             is_stored = is_stored or any(answers)
         return num_answers, is_stored
 
+    def _by_distance(self, nearest: Iterable[tuple[DHTID, PeerID]], key_id: DHTID) -> Places:
+        """Return the nodes that may hold a key, this one among them where it hosts the index, nearest first."""
+        own = [(self._node.node_id, self._node.peer_id)] if self._role.is_full else []
+        return sorted([*nearest, *own], key=lambda one: one[0] ^ key_id)
+
     async def load(self, key: str) -> dict[str, tuple[bytes, float]]:
         """Return {subkey: (value, expires_at)}."""
-        search = IndexSearch(self._node, key_id := DHTID.generate(source=key))
-        await search.run()
-        self._places.note(key_id, search, least=NUM_REPLICAS)
+        key_id = DHTID.generate(source=key)
+        entries = await self._read_known(key_id)
+        if entries is None:
+            search = IndexSearch(self._node, key_id)
+            await search.run()
+            self._places.note(key_id, search, least=NUM_REPLICAS)
+            entries = search.entries
         found: dict[str, tuple[bytes, float]] = {}
-        for subkey, entry in search.entries.data.items():
+        for subkey, entry in entries.data.items():
             stored = DHTProtocol.serializer.loads(entry.value)
             assert isinstance(stored, bytes), "the guard lets nothing else through"
             found[subkey] = unwrap(stored), entry.expiration_time
         return found
+
+    async def _read_known(self, key_id: DHTID) -> IndexEntries | None:
+        """Read a key from some of its hosts, this node first; None where a search has to be made."""
+        nearest = self._places.near(key_id)
+        hosts = self._by_distance(nearest, key_id)[:NUM_REPLICAS]
+        if not nearest or len(hosts) < NUM_REPLICAS:
+            return None
+        others = [host for host in hosts if host[0] != self._node.node_id]
+        own = [host for host in hosts if host[0] == self._node.node_id]
+        return await read_hosts(self._node, key_id, [*own, *self._rng.sample(others, NUM_HOSTS_READ - len(own))])
 
     async def open_stream(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Raises NetworkError: no such peer, not reachable, or it does not serve the protocol."""

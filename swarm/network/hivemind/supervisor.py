@@ -169,6 +169,7 @@ class SessionSupervisor:
             guard=self.guard,
             server=self._server,
             on_other_peer=self._peers.answered,
+            rng=self._rng,
             timeout_s=timeout_s,
         )
 

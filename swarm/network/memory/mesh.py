@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from swarm.network.gossip import NODE_DEGREE, message_id
-from swarm.network.memory.network import LOOKUP_REQUEST_BYTES, LOOKUP_RESPONSE_BYTES, MemoryNetwork
+from swarm.network.memory.network import LOOKUP_REQUEST_BYTES, MemoryNetwork
 from swarm.network.transport import TrafficCounter
 
 FRAME_BYTES = 8
@@ -186,7 +186,7 @@ def find_in_topic(network: MemoryNetwork, topic: str, peer_id: str, traffic: Tra
     """Return some members of a topic, at the cost of one lookup in the index for all nodes on the way."""
     for member in network.lookup_path(peer_id):
         member.traffic.bytes_received += LOOKUP_REQUEST_BYTES
-        member.traffic.bytes_sent += LOOKUP_RESPONSE_BYTES
+        member.traffic.bytes_sent += network.lookup_response_bytes
         traffic.bytes_sent += LOOKUP_REQUEST_BYTES
-        traffic.bytes_received += LOOKUP_RESPONSE_BYTES
+        traffic.bytes_received += network.lookup_response_bytes
     return network.find_in_topic(topic, peer_id, NUM_DISCOVERED)

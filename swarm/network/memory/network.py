@@ -89,7 +89,7 @@ MAX_KNOWN_PEERS = 64
 BUCKET_SIZE = 20
 """Peers in one answer of a lookup, as in hivemind's DHT: among so few no further hop is needed."""
 LOOKUP_REQUEST_BYTES = 60
-LOOKUP_RESPONSE_BYTES = BUCKET_SIZE * 60
+_NAME_BYTES = 60
 
 Observer = Callable[[str, str, str, int], None]
 """(what, sender, recipient, bytes) of every message that arrives."""
@@ -224,11 +224,19 @@ class MemoryNetwork:
 
     # ---- the index: where keys are stored, and what finding them costs
 
-    def replicas(self, key: str, seen_by: str) -> "list[MemoryTransport]":
-        """Return the nodes that hold `key` and that `seen_by` can reach, nearest first."""
+    def nearest(self, key: str, seen_by: str, count: int) -> "list[MemoryTransport]":
+        """Return those nodes nearest to `key` that `seen_by` can reach, nearest first. The first NUM_REPLICAS hold it."""
         nearest = self._by_distance(position_of(key), 0, len(self._ring), 0, 160)
         reachable = (self._members[peer_id] for peer_id in nearest if self.connected(seen_by, peer_id))
-        return list(itertools.islice(reachable, NUM_REPLICAS))
+        return list(itertools.islice(reachable, count))
+
+    def search_name(self, key: str) -> str:
+        """Return the name of what a search for `key` finds: in a small swarm, everybody, whatever the key is."""
+        return key if len(self._ring) > BUCKET_SIZE else ""
+
+    @property
+    def lookup_response_bytes(self) -> int:
+        return _NAME_BYTES * min(BUCKET_SIZE, len(self._ring))
 
     def _by_distance(self, target: int, start: int, end: int, prefix: int, num_bits: int) -> Iterator[str]:
         """Yield members of ring[start:end], which share all but `num_bits` bits with `prefix`, by XOR distance to

@@ -3,10 +3,11 @@
     MemoryTransport ── message ──> MemoryNetwork (loss, delay, duplication, partition) ──> MemoryTransport
 
 Every node holds a share of the index, as in the real one: an entry goes to the nodes nearest to its key, each of which
-runs its own validator, and a reader merges their answers. Finding those nodes costs the hops of Kademlia. All waiting
-uses the running loop, so a loop with virtual time makes all of it virtual.
+runs its own validator, and a reader merges their answers. Finding those nodes costs the hops of Kademlia, and then a
+question to everybody near the key. All waiting uses the running loop, so a loop with virtual time makes all of it virtual.
 
-As in the real one, a node that has found the nodes of a key stores entries there for a while without another search.
+As in the real one, a node that has found the nodes of a key stores and reads entries there for a while without another
+search, and in a small swarm whoever has searched once knows everybody.
 
 A share (`peer_index.IndexShare`) has the limits of the real index (`hivemind/index_storage`), in entries instead of
 bytes.
@@ -17,13 +18,14 @@ from collections import Counter
 
 from swarm.errors import RequestError, RequestFailure
 from swarm.limits.bounded_maps import ExpiringKeys
-from swarm.network.index_entry import MAX_LIFETIME_S, PLACES_S, IndexRule, IndexValidator, check_entry
+from swarm.network.index_entry import MAX_LIFETIME_S, NUM_HOSTS_READ, PLACES_S, IndexRule, IndexValidator, check_entry
 from swarm.network.memory.gossip import GossipRouter
 from swarm.network.memory.lines import MemoryLine
 from swarm.network.memory.network import (
+    BUCKET_SIZE,
     LOOKUP_REQUEST_BYTES,
-    LOOKUP_RESPONSE_BYTES,
     NO_FAULTS,
+    NUM_REPLICAS,
     Faults,
     MemoryNetwork,
     position_of,
@@ -36,6 +38,8 @@ from swarm.network.transport import Contact, GossipHandler, Line, LineHandler, R
 __all__ = ["NO_FAULTS", "Faults", "MemoryNetwork", "MemoryTransport"]
 
 _MAX_KNOWN_KEYS = 256
+_Copies = dict[str, tuple[bytes, float]]
+"""{subkey: (value, claimed end)}, from one replica."""
 
 
 class MemoryTransport:
@@ -55,7 +59,8 @@ class MemoryTransport:
         self.position = position_of(peer_id)
         self.gossip = GossipRouter(network, peer_id, self.traffic)
         self._network = network
-        self._known_keys = ExpiringKeys[str](self.now, _MAX_KNOWN_KEYS)
+        self._found = ExpiringKeys[str](self.now, _MAX_KNOWN_KEYS)
+        """What searches have found, as the network names it."""
         """Those whose nodes were found a short time ago."""
         self._rule = IndexRule(validator, self.now)
         self.index_share = IndexShare(self.now)
@@ -109,29 +114,51 @@ class MemoryTransport:
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         check_entry(key, subkey, value)
         expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
-        is_known = key in self._known_keys
-        replicas = self._network.replicas(key, self.peer_id) if is_known else await self._find_replicas(key)
+        if not self._is_found(key):
+            await self._search(key)
+        replicas = self._network.nearest(key, self.peer_id, NUM_REPLICAS)
         return any(
             await asyncio.gather(*(self._store_at(replica, (key, subkey, value), expires_at) for replica in replicas))
         )
 
     async def load(self, key: str) -> dict[str, bytes]:
-        replicas = await self._find_replicas(key)
-        answers = await asyncio.gather(*(self._load_from(replica, key) for replica in replicas))
-        return self._rule.newest(key, ((None, sub, *copy) for copies in answers for sub, copy in copies.items()))
+        replicas = self._network.nearest(key, self.peer_id, NUM_REPLICAS)
+        if self._is_found(key) and len(replicas) == NUM_REPLICAS:
+            self._network.rng.shuffle(replicas)
+            replicas.sort(key=lambda one: one is not self)
+            answers = await self._load_from(replicas[:NUM_HOSTS_READ], key)
+            if None not in answers:
+                entries = self._newest(key, answers)
+                if 0 < len(entries) <= 2 * min(len(copies) for copies in answers if copies is not None):
+                    return entries
+        _, answers = await asyncio.gather(self._search(key), self._load_from(replicas, key))
+        return self._newest(key, answers)
 
-    async def _find_replicas(self, key: str) -> "list[MemoryTransport]":
-        """Return the nodes that hold a key, after as many hops, there and back, as a lookup takes."""
+    def _newest(self, key: str, answers: "list[_Copies | None]") -> dict[str, bytes]:
+        return self._rule.newest(
+            key, ((None, sub, *copy) for copies in answers if copies for sub, copy in copies.items())
+        )
+
+    def _is_found(self, key: str) -> bool:
+        return self._network.search_name(key) in self._found
+
+    async def _search(self, key: str) -> None:
+        """Wait as long as a search for the nodes near a key takes, and count its bytes."""
         for member in self._network.lookup_path(self.peer_id):
-            self.traffic.bytes_sent += LOOKUP_REQUEST_BYTES
-            if await self._network.carry(self.peer_id, member.peer_id, LOOKUP_REQUEST_BYTES) is None:
-                continue  # the search continues with another peer
-            member.traffic.bytes_received += LOOKUP_REQUEST_BYTES
-            member.traffic.bytes_sent += LOOKUP_RESPONSE_BYTES
-            if await self._network.carry(member.peer_id, self.peer_id, LOOKUP_RESPONSE_BYTES) is not None:
-                self.traffic.bytes_received += LOOKUP_RESPONSE_BYTES
-        self._known_keys.add(key, self.now() + PLACES_S)
-        return self._network.replicas(key, self.peer_id)
+            await self._ask_for_names(member)
+        near = self._network.nearest(key, self.peer_id, BUCKET_SIZE)
+        await asyncio.gather(*(self._ask_for_names(member) for member in near if member is not self))
+        self._found.add(self._network.search_name(key), self.now() + PLACES_S)
+
+    async def _ask_for_names(self, member: "MemoryTransport") -> None:
+        self.traffic.bytes_sent += LOOKUP_REQUEST_BYTES
+        if await self._network.carry(self.peer_id, member.peer_id, LOOKUP_REQUEST_BYTES) is None:
+            return  # the search continues with another peer
+        num_bytes = self._network.lookup_response_bytes
+        member.traffic.bytes_received += LOOKUP_REQUEST_BYTES
+        member.traffic.bytes_sent += num_bytes
+        if await self._network.carry(member.peer_id, self.peer_id, num_bytes) is not None:
+            self.traffic.bytes_received += num_bytes
 
     def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
         self._server.serve(protocol, handler, max_request_bytes=max_request_bytes)
@@ -228,16 +255,20 @@ class MemoryTransport:
         outcomes = [arrived.take(key, subkey, value, expires_at=expires_at) for _ in range(num_copies)]
         return any(outcomes)
 
-    async def _load_from(self, replica: "MemoryTransport", key: str) -> dict[str, tuple[bytes, float]]:
+    async def _load_from(self, replicas: "list[MemoryTransport]", key: str) -> "list[_Copies | None]":
+        return await asyncio.gather(*(self._load_copies(replica, key) for replica in replicas))
+
+    async def _load_copies(self, replica: "MemoryTransport", key: str) -> "_Copies | None":
+        """Return what a replica holds; None where no answer comes."""
         arrived = await self._network.carry(self.peer_id, replica.peer_id, len(key))
         if arrived is None:
-            return {}
+            return None
         entries = arrived.index_share.get(key)
         num_bytes = sum(len(subkey) + len(value) for subkey, (value, _) in entries.items())
         if arrived is not self:
             arrived.traffic.bytes_sent += num_bytes
         if await self._network.carry(replica.peer_id, self.peer_id, num_bytes) is None:
-            return {}
+            return None
         if arrived is not self:
             self.traffic.bytes_received += num_bytes
         return {sub: (self._network.damage(value), validity.expires_at) for sub, (value, validity) in entries.items()}

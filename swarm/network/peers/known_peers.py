@@ -267,6 +267,8 @@ def _hosts(addresses: Addresses) -> set[str]:
 _LEAVE_TIMEOUT_S = 0.5
 _MAX_QUESTIONS = 16
 """Peers that are asked something at one health check."""
+_MAX_CHECKS_PER_REFRESH = 4
+"""Health checks from one search for the nearest peers to the next, in a swarm where nobody has come or gone for some time."""
 
 
 class Joining:
@@ -279,6 +281,9 @@ class Joining:
         self._was_connected: bool | None = None
         """Whether other peers were connected at the last attempt that nobody answered; None where there was no such
         attempt."""
+        self._neighbors = frozenset[str]()  # after the last refresh
+        self._num_checks = 0  # since then
+        self._checks_per_refresh = 1
 
     async def join(self, session: "HivemindSession", num_failures: int = 0) -> bool:
         """Return whether any configured or stored peer answered; True in a swarm of one."""
@@ -302,7 +307,13 @@ class Joining:
     async def stay(self, session: "HivemindSession") -> None:
         """Greet missing peers and the nearest ones, with a session that has peers."""
         await self._greet(session, self._peers.absent(session.neighbors, self._rng))
-        await session.refresh()
+        before = self._neighbors
+        self._num_checks += 1
+        if session.neighbors != before or self._num_checks >= self._checks_per_refresh:
+            await session.refresh()
+            self._neighbors, self._num_checks = session.neighbors, 0
+            is_quiet = self._neighbors == before
+            self._checks_per_refresh = min(2 * self._checks_per_refresh, _MAX_CHECKS_PER_REFRESH) if is_quiet else 1
         await self.remember(session)
 
     async def resume(self, session: "HivemindSession") -> None:
