@@ -39,7 +39,8 @@ HEARTBEAT_S = 1
 HISTORY_HEARTBEATS = 5
 """How long a message can be asked for."""
 WINDOW_HEARTBEATS = 3
-"""How long its id is announced."""
+"""Ids are announced once in so many heartbeats, together, and so each of them once. GossipSub announces each at three heartbeats:
+in a swarm of 16 that was more messages than all else, to tell of what neighbours had."""
 SEEN_S = 120.0
 MAX_SEEN = 65_536
 MAX_RECENT = 4096

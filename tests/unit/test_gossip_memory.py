@@ -1,5 +1,6 @@
 """Frames arrive whole however they are cut, and what is remembered of gossiped messages is bounded."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from swarm.network.gossip import (
     ForwarderGuard,
     message_id,
 )
-from swarm.network.libp2p.parts import ID, Multiaddr, RpcQueue, create_new_key_pair, new_host, rpc_pb2
+from swarm.network.libp2p.parts import ID, GossipSub, Multiaddr, RpcQueue, create_new_key_pair, new_host, rpc_pb2
 from swarm.network.libp2p.pubsub import FrameReader, GuardedPubsub, OversizeFrame, encode_frame
 from swarm.network.libp2p.router import (
     MAX_WINDOW_IDS,
@@ -95,6 +96,18 @@ def test_a_message_can_be_asked_for_longer_than_it_is_told_of() -> None:
         assert recent.get(b"id") == ("message" if heartbeat < HISTORY_HEARTBEATS else None)
         recent.shift()
     assert len(recent) == 0
+
+
+def test_an_id_is_announced_at_one_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = BoundedGossipSub()
+    monkeypatch.setattr(GossipSub, "gossip_heartbeat", lambda self: {ID(b"peer"): {"t": self.recent.window("t")}})
+    announced: Counter[bytes] = Counter()
+    for heartbeat in range(4 * WINDOW_HEARTBEATS):
+        router.recent.put("t", bytes([heartbeat]), "message")
+        for topics in router.gossip_heartbeat().values():
+            announced.update(topics["t"])
+        router.recent.shift()
+    assert announced == Counter(bytes([heartbeat]) for heartbeat in range(4 * WINDOW_HEARTBEATS))
 
 
 def test_recent_messages_are_bounded_and_nobody_replaces_one() -> None:

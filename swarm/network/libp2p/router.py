@@ -8,7 +8,7 @@ are bounded and need no threads.
 """
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -119,6 +119,7 @@ class BoundedGossipSub(GossipSub):
         )
         self.mcache = self.recent = RecentMessages()  # pyright: ignore[reportAttributeAccessIssue]
         self.scorer = None
+        self._num_heartbeats = 0
         self.num_dropped = 0
         """Messages dropped because the queue of a slow peer was full."""
 
@@ -132,6 +133,11 @@ class BoundedGossipSub(GossipSub):
             queue = pubsub.peer_queues.get(peer_id)
             if queue is not None and not queue.push(call):
                 self.num_dropped += 1
+
+    def gossip_heartbeat(self) -> defaultdict[ID, dict[str, list[bytes]]]:
+        """Return the ids to announce at this heartbeat, by peer and topic."""
+        self._num_heartbeats += 1
+        return defaultdict(dict) if self._num_heartbeats % WINDOW_HEARTBEATS else super().gossip_heartbeat()
 
     async def send_recent_messages(self, peer_id: ID, topic: str) -> None:
         """Send a peer that has just joined a topic what it missed."""

@@ -1,8 +1,9 @@
 """A small model of GossipSub (libp2p's pubsub v1.1) for the in-memory network.
 
     publish ─→ mesh of a few peers per topic ─→ each: seen before? → handler's decision → its own mesh
-    every heartbeat: mesh kept within NODE_DEGREE · ids of recent messages (IHAVE) to peers outside the mesh,
-                     which ask for those they lack (IWANT): so a lost message still arrives
+    every heartbeat: mesh kept within NODE_DEGREE
+    every third one: ids of recent messages (IHAVE) to peers outside the mesh, which ask for those they lack (IWANT):
+                     so a lost message still arrives
 
 As in the original: validation before forwarding, a cache of seen messages, grafts and prunes with back-off, fan-out to
 a topic that the node is not in, a score that invalid messages lower until the forwarder is pruned and then ignored, and
@@ -35,7 +36,7 @@ from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCoun
 logger = logging.getLogger(__name__)
 
 D_LAZY = 6
-"""Peers outside the mesh that are sent the ids of recent messages at each heartbeat."""
+"""Peers outside the mesh that are sent the ids of recent messages at once."""
 MAX_FANOUT_TOPICS = 64
 FANOUT_S = 60.0
 MAX_NEW_PER_HEARTBEAT = 500
@@ -74,6 +75,7 @@ class GossipRouter:
         self._scores: dict[str, float] = {}
         self._num_new: dict[str, int] = {}  # by peer, since the last heartbeat
         self._asked: set[bytes] = set()
+        self._num_heartbeats = 0
 
     # ---- for the node
 
@@ -188,6 +190,7 @@ class GossipRouter:
         if not self._is_running:
             return
         now = self._network.clock()
+        self._num_heartbeats += 1
         self._num_new.clear()
         self._asked.clear()
         self._scores = {peer: s * SCORE_DECAY for peer, s in self._scores.items() if s < -0.1}
@@ -201,8 +204,8 @@ class GossipRouter:
 
     def _announce_ids(self, name: str, topic: _Topic) -> None:
         ids = tuple(itertools.chain.from_iterable(topic.recent[:WINDOW_HEARTBEATS]))[:MAX_IDS]
-        topic.recent = [[], *topic.recent[: HISTORY_HEARTBEATS - 1]]
-        if not ids:
+        topic.recent = [[], *topic.recent[: WINDOW_HEARTBEATS - 1]]
+        if not ids or self._num_heartbeats % WINDOW_HEARTBEATS:
             return
         others = topic.mesh.outsiders()
         for peer_id in self._network.rng.sample(others, min(len(others), D_LAZY)):
