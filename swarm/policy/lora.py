@@ -41,6 +41,8 @@ def attach_adapter(model: Any, config: LoraSection) -> Any:
     """
     from peft import LoraConfig, get_peft_model
 
+    from swarm.policy.lora_linear import use_fewer_passes
+
     targets = resolve_targets(model, config.targets)
     of_experts = stacked_settings(config) if EXPERTS in config.targets else {}
     lora = LoraConfig(
@@ -60,6 +62,7 @@ def attach_adapter(model: Any, config: LoraSection) -> Any:
         ) from None
     for name, layer in adapted_layers(peft_model):
         _start_factors(name, layer, config.init_seed)
+        use_fewer_passes(layer)
     _tell_of_experts(peft_model)
     return peft_model
 
