@@ -87,7 +87,7 @@ async def read_hosts(node: DHTNode, target: DHTID, hosts: Places) -> IndexEntrie
     return entries if 0 < len(entries.data) <= 2 * fewest else None
 
 
-async def _read_host(node: DHTNode, target: DHTID, host: tuple[DHTID, PeerID]) -> DictionaryDHTValue | None:
+async def _read_host(node: DHTNode, target: DHTID, host: tuple[DHTID, PeerID]) -> IndexEntries | None:
     node_id, peer_id = host
     if node_id == node.node_id:
         return _dictionary(node.protocol.storage.get(target))
@@ -95,7 +95,7 @@ async def _read_host(node: DHTNode, target: DHTID, host: tuple[DHTID, PeerID]) -
     return _dictionary(reply[target][0]) if reply else None
 
 
-def _dictionary(found: Any) -> DictionaryDHTValue:
+def _dictionary(found: Any) -> IndexEntries:
     """Return the validated entries in a ValueWithExpiration, or in None."""
     return found.value if found is not None and isinstance(found.value, DictionaryDHTValue) else IndexEntries()
 
