@@ -79,8 +79,11 @@ def measure_swarms(sizes: Sequence[int], crowds: Sequence[int], seed: int) -> tu
         runs = [pool.submit(measure_swarm, size, seed) for size in sorted(sizes, reverse=True)]
         side_by_side = [pool.submit(measure_crowd, number, _HEADLINE_NODES, seed) for number in crowds]
         for one in reversed(runs):
-            rows.append(one.result())
-            _say(f"{rows[-1].nodes} simulated nodes: {rows[-1].bytes / 1e3:,.0f} kB per node and minute")
+            rows.append(row := one.result())
+            _say(
+                f"{row.nodes} simulated nodes: {row.bytes / 1e3:,.0f} kB and {row.cpu_ms:,.0f} ms of processor time per node "
+                f"and minute, {row.memory_kib:,.0f} KiB, {row.t95_s:.2f} s to 95 %"
+            )
         return rows, [one.result() for one in side_by_side]
 
 

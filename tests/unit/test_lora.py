@@ -9,7 +9,7 @@ import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
-from swarm.policy.lora_linear import LoraLinear, use_fewer_passes
+from swarm.policy.lora import LoraLinear, use_fewer_passes
 
 
 class Two(nn.Module):
