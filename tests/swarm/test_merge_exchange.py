@@ -312,7 +312,7 @@ def test_own_adapter_is_let_go_when_the_partner_has_it_or_the_time_is_over() -> 
         await asyncio.sleep(TIMEOUTS.transfer_s(SMALL))
         assert survivor.exchange._own is None
 
-    in_merge_swarm(2, scenario, seed=1)  # with others the survivor is declined while the crashed one still answers
+    in_merge_swarm(2, scenario, seed=1)  # with 0 the survivor is declined a moment before the crash
 
 
 def test_slow_line_costs_a_solo_step_in_time() -> None:
