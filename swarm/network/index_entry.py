@@ -7,7 +7,7 @@ claim can only shorten the life of this copy.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter
@@ -30,8 +30,7 @@ PLACES_S = 90.0
 """How long a node that has found the hosts of a key stores and reads entries there without another search. It lists itself three
 times in that time under the same keys."""
 NUM_HOSTS_READ = 3
-"""Hosts of a key that are read where they are known. Everybody near the key is asked where one of them does not answer, has
-nothing, or has less than half of the entries that they have together."""
+"""Hosts of a key that are read where they are known: the reader itself if it is one of them, the others at random."""
 CLOCK_SKEW_S = 10.0
 """The clocks of honest nodes differ by less."""
 MAX_FALSE_ENTRIES = 64
@@ -59,6 +58,15 @@ def check_entry(key: str, subkey: str, value: bytes) -> None:
 def is_live(expires_at: float, now: float) -> bool:
     """Return whether an entry has not expired and does not claim too long a life. False for NaN."""
     return now < expires_at <= now + MAX_LIFETIME_S + CLOCK_SKEW_S
+
+
+def is_enough(nums_held: Sequence[int | None], num_together: int) -> bool:
+    """Return whether what some hosts of a key hold may stand for all of them, by their numbers of entries.
+
+    Otherwise everybody near the key is asked: where one did not answer (None), where nobody has anything, and where one has less
+    than half of what they have together, since it may be new there, or lie.
+    """
+    return num_together > 0 and all(num is not None and 2 * num >= num_together for num in nums_held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -42,8 +43,6 @@ def attach_adapter(model: Any, config: LoraSection) -> Any:
     Torch's random state stays as it was. Raises PolicyError for a target that names no linear layer, and for settings that
     peft refuses.
     """
-    from peft import LoraConfig, get_peft_model
-
     targets = resolve_targets(model, config.targets)
     of_experts = stacked_settings(config) if EXPERTS in config.targets else {}
     lora = LoraConfig(

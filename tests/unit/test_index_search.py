@@ -19,7 +19,6 @@ from swarm.network.hivemind.index_search import (
     SEARCH_TIMEOUT_S,
     IndexSearch,
     KnownPlaces,
-    read_hosts,
 )
 from swarm.network.hivemind.index_storage import IndexEntries
 from swarm.network.index_entry import PLACES_S
@@ -195,41 +194,46 @@ def test_a_search_in_a_large_swarm_counts_for_its_key_alone_and_one_that_found_t
 def test_a_search_that_slow_peers_ended_counts_for_no_key() -> None:
     table = Table()
     for count in (NUM_NEAREST - 1, NUM_NEAREST):
+        table.known.note(KEY, ended(count), least=5)
+        assert table.known.near(KEY) == places(count)
         table.known.note(KEY, ended(count, is_complete=False), least=5)
-    assert table.known.near(KEY) == []
+        assert table.known.near(KEY) == [], "what an earlier one found may be gone"
 
 
 FULL = {name: name.encode() for name in "abcdef"}
 
 
 @pytest.mark.parametrize(
-    ("held", "expected"),
+    ("held", "is_enough"),
     [
-        ([FULL, FULL, FULL], FULL),
-        ([{"a": b"a"}, {"a": b"a", "b": b"b"}], {"a": b"a", "b": b"b"}),
-        ([FULL, FULL, {"a": b"a", "b": b"b"}], None),
-        ([FULL, {}], None),
-        ([{}, {}], None),
-        ([FULL, None], None),
+        ([FULL, FULL, FULL], True),
+        ([{"a": b"a"}, {"a": b"a", "b": b"b"}], True),
+        ([FULL, FULL, {"a": b"a", "b": b"b"}], False),
+        ([FULL, {}], False),
+        ([{}, {}], False),
+        ([FULL, None], False),
     ],
     ids=["agree", "one is half of all", "one has less", "one has nothing", "nobody has anything", "one is silent"],
 )
 def test_known_hosts_are_believed_where_each_has_half_of_what_they_have_together(
-    held: list[dict[str, bytes] | None], expected: dict[str, bytes] | None
+    held: list[dict[str, bytes] | None], is_enough: bool
 ) -> None:
     hosts = [near(number) for number in range(len(held))]
     answers: dict[DHTID, Answer] = {
         host: lambda own=own: (own, []) for host, own in zip(hosts, held, strict=True) if own is not None
     }
     node = Node([], answers)
-    found = run(read_hosts(node, KEY, [(one, one) for one in hosts]))  # type: ignore[arg-type]
-    assert (None if found is None else {subkey: item.value for subkey, item in found.data.items()}) == expected
+    search = IndexSearch(node, KEY)  # type: ignore[arg-type]
+    assert run(search.read([(one, one) for one in hosts])) is is_enough
+    together = {subkey: value for own in held if own for subkey, value in own.items()}
+    assert {subkey: item.value for subkey, item in search.entries.data.items()} == together, "also where more are asked"
     assert sorted(node.asked) == sorted(hosts)
 
 
 def test_this_node_reads_its_own_share_without_a_question() -> None:
     node = Node([], {near(0): lambda: (FULL, [])})
     node.protocol.storage.get = lambda key: entries(FULL)
-    found = run(read_hosts(node, KEY, [(node.node_id, node.node_id), (near(0), near(0))]))  # type: ignore[arg-type]
-    assert found is not None and set(found.data) == set(FULL)
+    search = IndexSearch(node, KEY)  # type: ignore[arg-type]
+    assert run(search.read([(node.node_id, node.node_id), (near(0), near(0))]))
+    assert set(search.entries.data) == set(FULL)
     assert node.asked == [near(0)]

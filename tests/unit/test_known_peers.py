@@ -294,6 +294,7 @@ class Session:
 
     def __init__(self) -> None:
         self.neighbors = frozenset(IDS[4:8])
+        self.connected = {*IDS[4:8], IDS[20]}
         self.refreshed_at: list[int] = []
         self.num_checks = 0
 
@@ -304,7 +305,7 @@ class Session:
         return 0
 
     async def peers(self) -> dict[str, tuple[str, ...]]:
-        return {}
+        return dict.fromkeys(self.connected, ())
 
     async def prefer(self, connected: object) -> None: ...
 
@@ -323,5 +324,11 @@ async def test_the_nearest_peers_are_searched_for_rarely_where_nobody_comes_or_g
     await check(12)
     assert session.refreshed_at == [1, 2, 4, 8, 12]
     session.neighbors |= {IDS[9]}
+    session.connected.add(IDS[9])
     await check(4)
     assert session.refreshed_at[5:] == [13, 14, 16], "at once, and soon again"
+    await check(8)
+    assert session.refreshed_at[8:] == [20, 24]
+    session.connected.remove(IDS[4])
+    await check(1)
+    assert session.refreshed_at[10:] == [25], "one that died is still in the table"

@@ -20,7 +20,7 @@ from typing import Any
 from swarm.limits.bounded_maps import BoundedMap
 from swarm.network.hivemind.index_storage import IndexEntries
 from swarm.network.hivemind.parts import DHTID, DHTNode, DictionaryDHTValue, PeerID
-from swarm.network.index_entry import PLACES_S
+from swarm.network.index_entry import PLACES_S, is_enough
 
 SEARCH_TIMEOUT_S = 6.0
 NUM_NEAREST = 20
@@ -47,12 +47,14 @@ class KnownPlaces:
         self._everybody: tuple[float, Places] | None = None
 
     def note(self, target: DHTID, search: "IndexSearch", least: int) -> None:
-        """Note the end of a search that has just been made, if it found all there is. `least` is the number of replicas."""
+        """Note the end of a search that has just been made, if it found all there is; otherwise only that earlier ones are out of
+        date. `least` is the number of replicas.
+        """
         nearest = search.nearest if search.is_complete else []
         found = (self._clock(), nearest)
-        if least <= len(nearest) < NUM_NEAREST:
-            self._everybody = found
-        elif len(nearest) >= least:
+        self._everybody = found if least <= len(nearest) < NUM_NEAREST else None
+        self._by_target.pop(target, None)
+        if len(nearest) >= max(least, NUM_NEAREST):
             self._by_target[target] = found
 
     def near(self, target: DHTID) -> Places:
@@ -70,38 +72,8 @@ class KnownPlaces:
         self._by_target.clear()
 
 
-async def read_hosts(node: DHTNode, target: DHTID, hosts: Places) -> IndexEntries | None:
-    """Return the newest entry of each subkey that known hosts hold under `target`. Raises nothing.
-
-    None where one of them did not answer, or has nothing, or less than half of the entries that they have together: it may
-    be new there, or may lie.
-    """
-    answers = await asyncio.gather(*(_read_host(node, target, host) for host in hosts))
-    entries = IndexEntries()
-    for found in answers:
-        if found is None:
-            return None
-        for subkey, item in found.data.items():
-            entries.store(subkey, item.value, item.expiration_time)
-    fewest = min(len(found.data) for found in answers if found is not None)
-    return entries if 0 < len(entries.data) <= 2 * fewest else None
-
-
-async def _read_host(node: DHTNode, target: DHTID, host: tuple[DHTID, PeerID]) -> IndexEntries | None:
-    node_id, peer_id = host
-    if node_id == node.node_id:
-        return _dictionary(node.protocol.storage.get(target))
-    reply = await node._call_find_with_blacklist(peer_id, [target])
-    return _dictionary(reply[target][0]) if reply else None
-
-
-def _dictionary(found: Any) -> IndexEntries:
-    """Return the validated entries in a ValueWithExpiration, or in None."""
-    return found.value if found is not None and isinstance(found.value, DictionaryDHTValue) else IndexEntries()
-
-
 class IndexSearch:
-    """One search from the node of this process. Each object makes one `run`."""
+    """One search from the node of this process. Each object makes at most one `read` and one `run`, in this order."""
 
     def __init__(self, node: DHTNode, target: DHTID) -> None:
         self._node = node
@@ -126,9 +98,27 @@ class IndexSearch:
         """Peers that have answered, nearest first."""
         return [(node_id, peer_id) for _, node_id, peer_id in self._answered[:NUM_NEAREST]]
 
+    async def read(self, hosts: Places) -> bool:
+        """Read the entries of these hosts alone. Returns whether they may stand for all; else `run` has to follow. Raises
+        nothing.
+        """
+        held = await asyncio.gather(*(self._read_host(*host) for host in hosts))
+        for entries in held:
+            self._add(entries)
+        return is_enough(
+            [entries if entries is None else len(entries.data) for entries in held], len(self.entries.data)
+        )
+
+    async def _read_host(self, node_id: DHTID, peer_id: PeerID) -> IndexEntries | None:
+        """Return what a host, or this node itself, holds; None where it does not answer."""
+        if node_id == self._node.node_id:
+            return _dictionary(self._node.protocol.storage.get(self._target))
+        reply = await self._node._call_find_with_blacklist(peer_id, [self._target])
+        return _dictionary(reply[self._target][0]) if reply else None
+
     async def run(self) -> None:
         """Search, for at most SEARCH_TIMEOUT_S. Raises nothing."""
-        self._add(self._node.protocol.storage.get(self._target))
+        self._add(_dictionary(self._node.protocol.storage.get(self._target)))
         asking: set[asyncio.Task[None]] = set()
         try:
             with contextlib.suppress(TimeoutError):
@@ -165,7 +155,7 @@ class IndexSearch:
             return
         bisect.insort(self._answered, (self._distance(node_id), node_id, peer_id))
         found, neighbors = reply[self._target]
-        self._add(found)
+        self._add(_dictionary(found))
         for other, other_peer in neighbors.items():
             if other not in self._known:
                 self._known.add(other)
@@ -174,7 +164,11 @@ class IndexSearch:
     def _distance(self, node_id: DHTID) -> int:
         return self._target ^ node_id
 
-    def _add(self, found: Any) -> None:
-        """Add validated entries. `found` is a ValueWithExpiration, or None."""
-        for subkey, item in _dictionary(found).data.items():
+    def _add(self, entries: IndexEntries | None) -> None:
+        for subkey, item in entries.data.items() if entries is not None else ():
             self.entries.store(subkey, item.value, item.expiration_time)
+
+
+def _dictionary(found: Any) -> IndexEntries:
+    """Return the validated entries in a ValueWithExpiration, or in None."""
+    return found.value if found is not None and isinstance(found.value, DictionaryDHTValue) else IndexEntries()

@@ -25,8 +25,7 @@ from swarm.network.hivemind.daemon import (
 )
 from swarm.network.hivemind.daemon_control import DaemonControl, ShortCalls, answered_instead
 from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
-from swarm.network.hivemind.index_search import IndexSearch, KnownPlaces, Places, read_hosts
-from swarm.network.hivemind.index_storage import IndexEntries
+from swarm.network.hivemind.index_search import IndexSearch, KnownPlaces, Places
 from swarm.network.hivemind.parts import (
     DHTID,
     P2P,
@@ -310,29 +309,24 @@ class HivemindSession:
 
     async def load(self, key: str) -> dict[str, tuple[bytes, float]]:
         """Return {subkey: (value, expires_at)}."""
-        key_id = DHTID.generate(source=key)
-        entries = await self._read_known(key_id)
-        if entries is None:
-            search = IndexSearch(self._node, key_id)
+        search = IndexSearch(self._node, key_id := DHTID.generate(source=key))
+        hosts = self._known_hosts(key_id)
+        if not (hosts and await search.read(hosts)):
             await search.run()
             self._places.note(key_id, search, least=NUM_REPLICAS)
-            entries = search.entries
         found: dict[str, tuple[bytes, float]] = {}
-        for subkey, entry in entries.data.items():
+        for subkey, entry in search.entries.data.items():
             stored = DHTProtocol.serializer.loads(entry.value)
             assert isinstance(stored, bytes), "the guard lets nothing else through"
             found[subkey] = unwrap(stored), entry.expiration_time
         return found
 
-    async def _read_known(self, key_id: DHTID) -> IndexEntries | None:
-        """Read a key from some of its hosts, this node first; None where a search has to be made."""
+    def _known_hosts(self, key_id: DHTID) -> Places:
+        """Return the hosts of a key from which it is read, this node first; none where a search has to find them."""
         nearest = self._places.near(key_id)
-        hosts = self._by_distance(nearest, key_id)[:NUM_REPLICAS]
-        if not nearest or len(hosts) < NUM_REPLICAS:
-            return None
-        others = [host for host in hosts if host[0] != self._node.node_id]
-        own = [host for host in hosts if host[0] == self._node.node_id]
-        return await read_hosts(self._node, key_id, [*own, *self._rng.sample(others, NUM_HOSTS_READ - len(own))])
+        hosts = self._by_distance(nearest, key_id)[:NUM_REPLICAS] if nearest else []
+        self._rng.shuffle(hosts)
+        return sorted(hosts, key=lambda host: host[0] != self._node.node_id)[:NUM_HOSTS_READ]
 
     async def open_stream(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Raises NetworkError: no such peer, not reachable, or it does not serve the protocol."""

@@ -18,7 +18,15 @@ from collections import Counter
 
 from swarm.errors import RequestError, RequestFailure
 from swarm.limits.bounded_maps import ExpiringKeys
-from swarm.network.index_entry import MAX_LIFETIME_S, NUM_HOSTS_READ, PLACES_S, IndexRule, IndexValidator, check_entry
+from swarm.network.index_entry import (
+    MAX_LIFETIME_S,
+    NUM_HOSTS_READ,
+    PLACES_S,
+    IndexRule,
+    IndexValidator,
+    check_entry,
+    is_enough,
+)
 from swarm.network.memory.gossip import GossipRouter
 from swarm.network.memory.lines import MemoryLine
 from swarm.network.memory.network import (
@@ -60,8 +68,7 @@ class MemoryTransport:
         self.gossip = GossipRouter(network, peer_id, self.traffic)
         self._network = network
         self._found = ExpiringKeys[str](self.now, _MAX_KNOWN_KEYS)
-        """What searches have found, as the network names it."""
-        """Those whose nodes were found a short time ago."""
+        """What searches have found a short time ago, as the network names it."""
         self._rule = IndexRule(validator, self.now)
         self.index_share = IndexShare(self.now)
         self._tasks: set[asyncio.Task[Response]] = set()
@@ -123,14 +130,13 @@ class MemoryTransport:
 
     async def load(self, key: str) -> dict[str, bytes]:
         replicas = self._network.nearest(key, self.peer_id, NUM_REPLICAS)
-        if self._is_found(key) and len(replicas) == NUM_REPLICAS:
-            self._network.rng.shuffle(replicas)
-            replicas.sort(key=lambda one: one is not self)
-            answers = await self._load_from(replicas[:NUM_HOSTS_READ], key)
-            if None not in answers:
-                entries = self._newest(key, answers)
-                if 0 < len(entries) <= 2 * min(len(copies) for copies in answers if copies is not None):
-                    return entries
+        if self._is_found(key):
+            hosts = self._network.rng.sample(replicas, len(replicas))
+            hosts.sort(key=lambda host: host is not self)
+            answers = await self._load_from(hosts[:NUM_HOSTS_READ], key)
+            entries = self._newest(key, answers)
+            if is_enough([copies if copies is None else len(copies) for copies in answers], len(entries)):
+                return entries
         _, answers = await asyncio.gather(self._search(key), self._load_from(replicas, key))
         return self._newest(key, answers)
 

@@ -281,7 +281,7 @@ class Joining:
         self._was_connected: bool | None = None
         """Whether other peers were connected at the last attempt that nobody answered; None where there was no such
         attempt."""
-        self._neighbors = frozenset[str]()  # after the last refresh
+        self._neighbors = frozenset[str]()  # those connected after the last refresh
         self._num_checks = 0  # since then
         self._checks_per_refresh = 1
 
@@ -309,9 +309,9 @@ class Joining:
         await self._greet(session, self._peers.absent(session.neighbors, self._rng))
         before = self._neighbors
         self._num_checks += 1
-        if session.neighbors != before or self._num_checks >= self._checks_per_refresh:
+        if await _connected_neighbors(session) != before or self._num_checks >= self._checks_per_refresh:
             await session.refresh()
-            self._neighbors, self._num_checks = session.neighbors, 0
+            self._neighbors, self._num_checks = await _connected_neighbors(session), 0
             is_quiet = self._neighbors == before
             self._checks_per_refresh = min(2 * self._checks_per_refresh, _MAX_CHECKS_PER_REFRESH) if is_quiet else 1
         await self.remember(session)
@@ -375,3 +375,10 @@ class Joining:
             for peer_id, addresses in (await session.listening_addresses(asked)).items():
                 self._peers.learn(peer_id, addresses)
             self._peers.save()
+
+
+async def _connected_neighbors(session: "HivemindSession") -> frozenset[str]:
+    """Return the peers of the routing table that are connected: one that died is not, long before a question finds that out."""
+    with contextlib.suppress(NetworkError):  # the next health check reports it
+        return session.neighbors & (await session.peers()).keys()
+    return frozenset()
