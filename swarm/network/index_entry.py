@@ -168,7 +168,10 @@ class IndexRule:
         """Return the newest valid entry of each subkey from (host, subkey, value, claimed end) of several hosts."""
         found: dict[str, tuple[Validity, bytes]] = {}
         for host, subkey, value, claimed_end in copies:
-            validity, known = self.judge(key, subkey, value, claimed_end=claimed_end, sender=host), found.get(subkey)
+            known = found.get(subkey)
+            if known is not None and known[1] == value:
+                continue  # several hosts hold the same entry, and one of their copies is valid
+            validity = self.judge(key, subkey, value, claimed_end=claimed_end, sender=host)
             if validity is not None and validity.supersedes(None if known is None else known[0]):
                 found[subkey] = validity, value
         return {subkey: value for subkey, (_, value) in found.items()}

@@ -153,3 +153,17 @@ def test_a_light_node_hears_a_lying_host_for_a_few_entries_and_the_others_for_al
     truth = [("honest", subkey, TRUE, None) for subkey in made_up(NUM_ENTRIES, TRUE)]
     assert rule.newest(KEY, [*lies, *truth]) == made_up(NUM_ENTRIES, TRUE)
     assert len(checked) <= MAX_FALSE_ENTRIES + 1 + NUM_ENTRIES
+
+
+def test_an_entry_that_several_hosts_hold_is_checked_until_one_copy_of_it_is_valid() -> None:
+    checked: list[bytes] = []
+
+    def validator(key: str, subkey: str, value: bytes) -> Validity | None:
+        checked.append(value)
+        return Validity(0.0, 60.0, (float(value), 0, b""))
+
+    rule = IndexRule(validator, lambda: 10.0)
+    expired, older, newer = ("first", "name", b"2", 5.0), ("second", "name", b"1", 60.0), ("third", "name", b"2", 60.0)
+    copies = [expired, older, newer, ("fourth", "name", b"2", 60.0), ("fifth", "name", b"1", 60.0)]
+    assert rule.newest(KEY, copies) == {"name": b"2"}
+    assert checked == [b"1", b"2", b"1"], "the expired copy before the check, the second of the newest not at all"
