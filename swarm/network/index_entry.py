@@ -6,6 +6,7 @@ claim can only shorten the life of this copy.
 """
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ CHECKING_SHARE = 0.25
 CHECKING_BURST_S = 0.5
 """Seconds of checking that may exceed that share at once: about 2,000 entries."""
 _MIN_PAUSE_S = 0.01
+_ENTRIES_PER_TURN = 128
+"""Entries of several hosts that are checked in one piece."""
 
 
 def check_entry(key: str, subkey: str, value: bytes) -> None:
@@ -100,13 +103,15 @@ IndexValidator = Callable[[str, str, bytes], Validity | None]
 """(key, subkey, value) -> the validity that the entry itself states, or None for an invalid entry.
 
 The answer does not depend on the time: two calls with the same entry give the same answer."""
+Copy = tuple[str | None, str, bytes, float | None]
+"""(host, subkey, value, claimed end) of one entry. The host is None for this node, the claimed end where nobody claims one."""
 
 
 class IndexRule:
     """Decides whether an entry may be stored by this node, or believed when it is read. Every transport uses it.
 
     Checking a signature takes a quarter of a millisecond, and making up an entry costs less. So a peer that sends many
-    invalid entries is soon ignored, and large batches of entries wait for their `turn`.
+    invalid entries is soon ignored, and batches of entries wait for their `turn`, one after the other.
     """
 
     def __init__(self, validator: IndexValidator | None, clock: Callable[[], float]) -> None:
@@ -114,6 +119,7 @@ class IndexRule:
         self._validator = validator
         self._clock = clock
         self._checking = TokenBucket(CHECKING_SHARE, CHECKING_BURST_S, perf_counter())
+        self._line = asyncio.Lock()  # of those that wait for their turn
         self._false_entries: BoundedMap[str, TokenBucket] = BoundedMap(_MAX_REMEMBERED_GIVERS)
         """{peer that sent invalid entries: how many more are tolerated}"""
         self.refused: Counter[str] = Counter()
@@ -125,11 +131,13 @@ class IndexRule:
         return self._checking.wait_s(perf_counter())
 
     async def turn(self) -> None:
-        """Wait until entries may be checked again. The entries of one message are then checked together."""
-        while True:
-            if (wait_s := self.wait_s()) <= 0:
-                return
-            await asyncio.sleep(max(wait_s, _MIN_PAUSE_S))
+        """Wait until entries may be checked again, and all that came earlier had their turn.
+
+        The entries of one message are then checked together, before anything else is awaited.
+        """
+        async with self._line:
+            while (wait_s := self.wait_s()) > 0:
+                await asyncio.sleep(max(wait_s, _MIN_PAUSE_S))
 
     def judge(
         self, key: str, subkey: str, value: bytes, claimed_end: float | None = None, sender: str | None = None
@@ -164,17 +172,45 @@ class IndexRule:
                 sender, lambda: TokenBucket(_FALSE_ENTRIES_PER_S, MAX_FALSE_ENTRIES - 1, now)
             ).take(1, now)
 
-    def newest(self, key: str, copies: Iterable[tuple[str | None, str, bytes, float | None]]) -> dict[str, bytes]:
-        """Return the newest valid entry of each subkey from (host, subkey, value, claimed end) of several hosts."""
+    async def newest(self, key: str, answers: Iterable[Iterable[Copy]]) -> dict[str, bytes]:
+        """Return the newest valid entry of each subkey, from the answers of several hosts.
+
+        At most MAX_ENTRIES_PER_KEY are checked, the first of each host before the second of any, and with a pause after every
+        few: whoever answers with many must neither hold the event loop nor keep out what others have.
+        """
         found: dict[str, tuple[Validity, bytes]] = {}
-        for host, subkey, value, claimed_end in copies:
-            known = found.get(subkey)
-            if known is not None and known[1] == value:
-                continue  # several hosts hold the same entry, and one of their copies is valid
-            validity = self.judge(key, subkey, value, claimed_end=claimed_end, sender=host)
-            if validity is not None and validity.supersedes(None if known is None else known[0]):
-                found[subkey] = validity, value
+        num_checked = 0
+        for copy in (copy for nth in itertools.zip_longest(*answers) for copy in nth if copy is not None):
+            if _is_known(found, copy):
+                continue
+            if num_checked == MAX_ENTRIES_PER_KEY:
+                break
+            if num_checked % _ENTRIES_PER_TURN == 0:
+                await asyncio.sleep(0)
+                await self.turn()
+            num_checked += 1
+            self._keep_newer(found, key, copy)
         return {subkey: value for subkey, (_, value) in found.items()}
+
+    def newest_at_once(self, key: str, copies: Iterable[Copy]) -> dict[str, bytes]:
+        """Return the same without limits and pauses, for a network within one process."""
+        found: dict[str, tuple[Validity, bytes]] = {}
+        for copy in copies:
+            if not _is_known(found, copy):
+                self._keep_newer(found, key, copy)
+        return {subkey: value for subkey, (_, value) in found.items()}
+
+    def _keep_newer(self, found: dict[str, tuple[Validity, bytes]], key: str, copy: Copy) -> None:
+        host, subkey, value, claimed_end = copy
+        validity, known = self.judge(key, subkey, value, claimed_end=claimed_end, sender=host), found.get(subkey)
+        if validity is not None and validity.supersedes(None if known is None else known[0]):
+            found[subkey] = validity, value
+
+
+def _is_known(found: dict[str, tuple[Validity, bytes]], copy: Copy) -> bool:
+    """Whether this is an entry of which another copy is valid, as several hosts hold the same ones."""
+    _, subkey, value, _ = copy
+    return subkey in found and found[subkey][1] == value
 
 
 def _time_fault(signed: Validity, claimed_end: float | None, now: float) -> str | None:

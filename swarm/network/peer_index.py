@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from swarm.errors import RequestError
-from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, IndexRule, Validity, age_rank
+from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, Copy, IndexRule, Validity, age_rank
 from swarm.network.index_gateway import (
     INDEX_PROTOCOL,
     load_request,
@@ -170,13 +170,11 @@ class PeerIndex:
 
     async def load(self, key: str, *, peers: Sequence[str]) -> dict[str, bytes]:
         """Return the newest valid entries under `key`, of the own share and of the first NUM_ASKED of `peers`."""
-        copies: list[tuple[str | None, str, bytes, float | None]] = []
+        answers: list[list[Copy]] = [[(None, subkey, value, None) for subkey, value in self.own(key).items()]]
         for peer_id, answer in (await self._answers(load_request(key), peers)).items():
             with contextlib.suppress(RequestError):  # this peer is broken; the others count
-                copies += [(peer_id, subkey, value, None) for subkey, value in read_loaded(answer).items()]
-        copies += [(None, subkey, value, None) for subkey, value in self.own(key).items()]
-        await self._rule.turn()
-        return self._rule.newest(key, copies)
+                answers.append([(peer_id, subkey, value, None) for subkey, value in read_loaded(answer).items()])
+        return await self._rule.newest(key, answers)
 
     def take(self, key: str, subkey: str, value: bytes, *, expires_at: float) -> bool:
         """Store an entry in the own share. Returns whether it was valid, newer, and there was room."""

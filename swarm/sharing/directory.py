@@ -10,6 +10,7 @@ goes to its own shard. Names cost nothing, so it stays at a level only while rol
 alone is no reason to leave for long: the others may be slow, and a single made-up name may be listed at another level.
 """
 
+import asyncio
 import logging
 import math
 import statistics
@@ -49,6 +50,8 @@ LONG_LIST = 32
 """Members of a list that need not be read in every turn: who knows that many peers can wait for the newest one. Reading costs a
 signature of each member, and the bytes of the whole list from each of its replicas."""
 TURNS_PER_LONG_LIST = 3
+_CHECKS_PER_PAUSE = 128
+"""Signatures of a list that are checked in one piece: strangers may fill it with 2,048 names."""
 _TURNS_PER_WIDE_LOOK = 10
 """Turns between two looks of a node in a narrow shard at the widest list, where relays for all shards are listed."""
 
@@ -217,7 +220,11 @@ class Directory:
         """Read the other nodes in a list and introduce them to the transport. Entries of an earlier epoch are ignored."""
         members: dict[str, Presence] = {}
         now = self._transport.now()
-        for subkey, value in (await self._transport.load(presence_key(self._swarm_id, shard))).items():
+        for number, (subkey, value) in enumerate(
+            (await self._transport.load(presence_key(self._swarm_id, shard))).items()
+        ):
+            if number % _CHECKS_PER_PAUSE == _CHECKS_PER_PAUSE - 1:
+                await asyncio.sleep(0)
             try:
                 presence = verify_presence(value, self._swarm_id)
             except InvalidRecord:

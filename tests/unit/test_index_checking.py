@@ -17,9 +17,17 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
 from swarm.network import index_entry
-from swarm.network.hivemind.index_guard import CallRefused, IndexGuard, wrap
+from swarm.network.hivemind.index_guard import MAX_STORE_WAIT_S, MAX_WAITING_BYTES, CallRefused, IndexGuard, wrap
 from swarm.network.hivemind.index_storage import FlatSerializer
-from swarm.network.index_entry import CHECKING_BURST_S, CHECKING_SHARE, MAX_FALSE_ENTRIES, UNSIGNED, IndexRule, Validity
+from swarm.network.index_entry import (
+    CHECKING_BURST_S,
+    CHECKING_SHARE,
+    MAX_ENTRIES_PER_KEY,
+    MAX_FALSE_ENTRIES,
+    UNSIGNED,
+    IndexRule,
+    Validity,
+)
 from swarm.network.memory.virtual_clock import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -151,7 +159,7 @@ def test_a_light_node_hears_a_lying_host_for_a_few_entries_and_the_others_for_al
     rule = IndexRule(validator, lambda: 0.0)
     lies = [("liar", subkey, FALSE, None) for subkey in made_up(0, FALSE)]
     truth = [("honest", subkey, TRUE, None) for subkey in made_up(NUM_ENTRIES, TRUE)]
-    assert rule.newest(KEY, [*lies, *truth]) == made_up(NUM_ENTRIES, TRUE)
+    assert run(rule.newest(KEY, [lies, truth])) == made_up(NUM_ENTRIES, TRUE)
     assert len(checked) <= MAX_FALSE_ENTRIES + 1 + NUM_ENTRIES
 
 
@@ -165,5 +173,60 @@ def test_an_entry_that_several_hosts_hold_is_checked_until_one_copy_of_it_is_val
     rule = IndexRule(validator, lambda: 10.0)
     expired, older, newer = ("first", "name", b"2", 5.0), ("second", "name", b"1", 60.0), ("third", "name", b"2", 60.0)
     copies = [expired, older, newer, ("fourth", "name", b"2", 60.0), ("fifth", "name", b"1", 60.0)]
-    assert rule.newest(KEY, copies) == {"name": b"2"}
+    assert run(rule.newest(KEY, [[copy] for copy in copies])) == {"name": b"2"}
     assert checked == [b"1", b"2", b"1"], "the expired copy before the check, the second of the newest not at all"
+
+
+def test_hosts_that_name_many_strangers_neither_hold_the_loop_nor_keep_out_an_honest_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks = Checks(monkeypatch)
+
+    async def main() -> None:
+        rule, in_one_piece = IndexRule(checks, lambda: 0.0), list[int]()
+
+        async def watch() -> None:
+            while True:
+                before = checks.count
+                await asyncio.sleep(0)
+                in_one_piece.append(checks.count - before)
+
+        watching = asyncio.ensure_future(watch())
+        await asyncio.sleep(0)
+        answers = [[(f"host {n}", name, TRUE, None) for name in made_up(n * NUM_ENTRIES, TRUE)] for n in range(7)]
+        honest = [("honest", f"member {number}", TRUE, None) for number in range(64)]
+        found = await rule.newest(KEY, [*answers, honest])
+        watching.cancel()
+        assert {name for _, name, _, _ in honest} <= found.keys()
+        assert checks.count == len(found) == MAX_ENTRIES_PER_KEY
+        assert 0 < max(in_one_piece) <= 128
+
+    run(main())
+
+
+def test_stores_that_wait_for_their_check_are_bounded_in_time_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = Checks(monkeypatch)
+
+    async def main() -> None:
+        host, most_waiting, loop = Host(checks), 0, asyncio.get_running_loop()
+        large = {"long": TRUE + bytes(1 << 20)}
+
+        async def call(number: int, entries: dict[str, bytes]) -> float:
+            nonlocal most_waiting
+            began_s = loop.time()
+            try:
+                await host.is_taken(number, entries)
+            except CallRefused:
+                pass
+            most_waiting = max(most_waiting, host.guard.calls.waiting_bytes)
+            return loop.time() - began_s
+
+        for start in (0, 2 * NUM_ENTRIES):
+            await call(0, made_up(start, TRUE) | made_up(start + NUM_ENTRIES, TRUE))
+        waits_s = await asyncio.gather(*(call(number, large) for number in range(1, 101)))
+        assert max(waits_s) <= MAX_STORE_WAIT_S + 0.1
+        assert (1 << 20) < most_waiting <= MAX_WAITING_BYTES
+        assert host.guard.refused["busy"] >= 100 - MAX_WAITING_BYTES // (1 << 20)
+        assert host.guard.calls.waiting_bytes == 0
+
+    run(main())

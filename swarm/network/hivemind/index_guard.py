@@ -71,7 +71,11 @@ BURST_S = 10.0
 MAX_CALL_BYTES = 8 * 1024
 """Largest call other than a store: about 370 keys."""
 MAX_STORE_WAIT_S = 2.0
-"""A store that would wait longer for its check is refused; its caller waits for 3 s."""
+"""A store that waits longer for its check is refused; its caller waits for 3 s."""
+MAX_WAITING_BYTES = 16 * 1024 * 1024
+"""Stores that wait for their check at the same time. One peer can send at most 10 MiB at once."""
+_WAITING_CALL_BYTES = 4096
+"""What a waiting store takes beside its bytes."""
 MAX_REMEMBERED_CALLERS = 1024
 MAX_PEER_ID_BYTES = 64
 MAX_NEIGHBORS = 64
@@ -127,6 +131,8 @@ class CallLimits:
         self.refused: Counter[str] = Counter()
         """Refused calls by reason: rate, busy, oversize, malformed, stranger."""
         self._callers: BoundedMap[PeerID, _Caller] = BoundedMap(MAX_REMEMBERED_CALLERS)
+        self.waiting_bytes = 0
+        """Of stores that wait for their check."""
 
     def install(self, client: Any) -> None:
         """Install the limits in hivemind's client of the daemon, for present and later handlers of the DHT."""
@@ -148,14 +154,26 @@ class CallLimits:
             forget_when_cancelled(client.control)
             caller = self._admit(name, request, peer_id)
             if name.endswith("rpc_store"):
-                if self._rule.wait_s() > MAX_STORE_WAIT_S:
-                    raise self._refusal("busy")
-                await self._rule.turn()
+                await self._turn(len(request))
             response = await from_sender(peer_id, handler(request, peer_id))
             caller.returned.take(len(response), _now())
             return response
 
         return answer
+
+    async def _turn(self, num_bytes: int) -> None:
+        """Wait until the entries of a store may be checked. Raises CallRefused where too much waits already, or too long."""
+        num_bytes += _WAITING_CALL_BYTES
+        if self.waiting_bytes + num_bytes > MAX_WAITING_BYTES:
+            raise self._refusal("busy")
+        self.waiting_bytes += num_bytes
+        try:
+            async with asyncio.timeout(MAX_STORE_WAIT_S):
+                await self._rule.turn()
+        except TimeoutError:
+            raise self._refusal("busy") from None
+        finally:
+            self.waiting_bytes -= num_bytes
 
     def _admit(self, name: str, request: bytes, peer_id: PeerID) -> _Caller:
         if not self._admits(peer_id.to_base58(), "index"):

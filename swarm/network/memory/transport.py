@@ -141,7 +141,7 @@ class MemoryTransport:
         return self._newest(key, answers)
 
     def _newest(self, key: str, answers: "list[_Copies | None]") -> dict[str, bytes]:
-        return self._rule.newest(
+        return self._rule.newest_at_once(
             key, ((None, sub, *copy) for copies in answers if copies for sub, copy in copies.items())
         )
 
