@@ -28,6 +28,7 @@ from swarm.network.index_entry import (
     IndexRule,
     check_entry,
 )
+from swarm.network.requests.limits import NO_LIMITS, CallerTable, GaveWay, NetworkOf, giving_way
 from swarm.network.transport import RequestRefused
 
 INDEX_PROTOCOL = "swarm/index/1"
@@ -41,7 +42,7 @@ SEARCHES_PER_PEER_PER_S = 5.0
 """Searches in the DHT per second for one light node."""
 BURST_S = 4.0
 MAX_SEARCHES = 16
-"""Searches that may run at the same time."""
+"""Searches that may run at the same time. A peer may run a quarter of them: it chooses the key, so it can make one take long."""
 _MAX_REMEMBERED_PEERS = 1024
 _STORE, _LOAD = 0, 1
 _ENTRY_OVERHEAD_BYTES = 8
@@ -83,14 +84,24 @@ class ServedIndex(Protocol):
 class IndexGateway:
     """The side of the peer that is asked: a request handler that uses the index that this node offers."""
 
-    def __init__(self, index: ServedIndex, rule: IndexRule, monotonic: Callable[[], float] = time.monotonic) -> None:
-        """`rule` decides which entries are stored, since replicas would hold invalid ones against this node."""
+    def __init__(
+        self,
+        index: ServedIndex,
+        rule: IndexRule,
+        *,
+        network_of: NetworkOf = lambda peer_id: "",
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`rule` decides which entries are stored, since replicas would hold invalid ones against this node.
+
+        `network_of` names the network of a peer. Networks share the searches when as many run as may.
+        """
         self._index = index
         self._rule = rule
         self._monotonic = monotonic
         self._allowed = TokenBucket(SEARCHES_PER_S, BURST_S * SEARCHES_PER_S, monotonic())
         self._allowed_to: BoundedMap[str, TokenBucket] = BoundedMap(_MAX_REMEMBERED_PEERS)
-        self._num_searches = 0
+        self._places = CallerTable(NO_LIMITS, MAX_SEARCHES, network_of)
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
         try:
@@ -116,24 +127,24 @@ class IndexGateway:
         return await self._index.store(key, subkey, value, expires_at=expires_at)
 
     async def _search(self, peer_id: str, search: Callable[[], Awaitable[T]]) -> T:
-        """Run a search for a peer. Raises RequestRefused."""
-        self._admit(peer_id)
-        self._num_searches += 1
-        try:
-            return await search()
-        finally:
-            self._num_searches -= 1
-
-    def _admit(self, peer_id: str) -> None:
-        """Count a search against a peer's rate. Raises RequestRefused."""
+        """Run a search for a peer, and count it against the rates. Raises RequestRefused."""
         now = self._monotonic()
-        allowed = self._allowed_to.get_or_add(
-            peer_id, lambda: TokenBucket(SEARCHES_PER_PEER_PER_S, BURST_S * SEARCHES_PER_PEER_PER_S, now)
+        rates = (
+            self._allowed,
+            self._allowed_to.get_or_add(
+                peer_id, lambda: TokenBucket(SEARCHES_PER_PEER_PER_S, BURST_S * SEARCHES_PER_PEER_PER_S, now)
+            ),
         )
-        if self._num_searches >= MAX_SEARCHES:
-            raise RequestRefused("busy")
-        if not (allowed.try_take(1, now) and self._allowed.try_take(1, now)):
+        if any(rate.wait_s(now, 1) > 0 for rate in rates):
             raise RequestRefused("rate")
+        try:
+            async with giving_way() as leave:
+                with self._places.place(peer_id, now, leave):
+                    for rate in rates:
+                        rate.take(1, now)
+                    return await search()
+        except GaveWay:
+            raise RequestRefused("busy") from None
 
 
 def _packed_within_bound(entries: dict[str, bytes]) -> bytes:

@@ -116,7 +116,7 @@ class SlowIndex:
 def test_requests_of_strangers_start_a_bounded_number_of_searches() -> None:
     async def main() -> None:
         index, loop = SlowIndex(), asyncio.get_running_loop()
-        gateway = IndexGateway(index, IndexRule(None, lambda: NOW), loop.time)  # type: ignore[arg-type]
+        gateway = IndexGateway(index, IndexRule(None, lambda: NOW), monotonic=loop.time)  # type: ignore[arg-type]
 
         async def ask(name: str, number: int) -> None:
             request = load_request(f"made up {number}")
@@ -141,7 +141,7 @@ def test_requests_of_strangers_start_a_bounded_number_of_searches() -> None:
 def test_one_light_node_does_not_use_up_the_searches_of_the_others() -> None:
     async def main() -> None:
         index, loop = SlowIndex(), asyncio.get_running_loop()
-        gateway = IndexGateway(index, IndexRule(None, lambda: NOW), loop.time)  # type: ignore[arg-type]
+        gateway = IndexGateway(index, IndexRule(None, lambda: NOW), monotonic=loop.time)  # type: ignore[arg-type]
         num_refused = 0
         for number in range(600):
             try:
@@ -151,5 +151,31 @@ def test_one_light_node_does_not_use_up_the_searches_of_the_others() -> None:
             if number % 20 == 0:
                 assert read_loaded(await gateway.answer("honest", load_request("key"))) == {"a/0": b"value"}
         assert num_refused > 300
+
+    run(main())
+
+
+@pytest.mark.parametrize("names", [["attacker"], [f"attacker {number}" for number in range(8)]])
+def test_whoever_makes_searches_take_long_leaves_places_to_peers_of_other_networks(names: list[str]) -> None:
+    async def main() -> None:
+        index, loop = SlowIndex(), asyncio.get_running_loop()
+        gateway = IndexGateway(
+            index,  # type: ignore[arg-type]
+            IndexRule(None, lambda: NOW),
+            network_of=lambda peer_id: peer_id.partition(" ")[0],
+            monotonic=loop.time,
+        )
+
+        async def ask(name: str) -> None:
+            with contextlib.suppress(RequestRefused):
+                await gateway.answer(name, load_request("made up"))
+
+        asking: set[asyncio.Future[None]] = set()
+        for _ in range(20):
+            for name in names:
+                asking.add(asyncio.ensure_future(ask(name)))
+            await asyncio.sleep(1.0)
+            assert read_loaded(await gateway.answer("honest", load_request("key"))) == {"a/0": b"value"}
+        assert index.most_open >= MAX_SEARCHES // 4
 
     run(main())

@@ -106,7 +106,7 @@ class HivemindTransport:
         self._rng = context.rng("index")
         rule, reach = IndexRule(validator, self.now), ReachService(self._observed, self.now)
         self._peer_index = PeerIndex(rule, self.now, self._ask_index, admits)
-        index = IndexGateway(_ServedIndex(self, self._peer_index), rule)
+        index = IndexGateway(_ServedIndex(self, self._peer_index), rule, network_of=self._dialling.network_of)
         self._server.serve(INDEX_PROTOCOL, index.answer, max_request_bytes=MAX_INDEX_REQUEST_BYTES)
         self._server.serve(REACH_PROTOCOL, reach.answer, max_request_bytes=MAX_REACH_REQUEST_BYTES)
         initial = parse_setting("initial_peers", config.initial_peers)

@@ -21,7 +21,7 @@ from swarm.config import NetworkSection
 from swarm.errors import NetworkError, RequestError
 from swarm.limits.bounded_maps import BoundedPeers
 from swarm.network.gossip import Gossip, GossipSlot
-from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
+from swarm.network.index_entry import MAX_LIFETIME_S, Copy, IndexRule, IndexValidator, check_entry
 from swarm.network.index_gateway import (
     INDEX_PROTOCOL,
     INDEX_TIMEOUT_S,
@@ -97,7 +97,7 @@ class LightTransport:
             for peer_id, addresses in self._peers.configured().items()
         }
         self._peer_index = PeerIndex(self._rule, self.now, self._ask_index_of, admits)
-        gateway = IndexGateway(ServedShare(self._peer_index), self._rule)
+        gateway = IndexGateway(ServedShare(self._peer_index), self._rule, network_of=self._dialling.network_of)
         self._server.serve(INDEX_PROTOCOL, gateway.answer, max_request_bytes=MAX_INDEX_REQUEST_BYTES)
         self._outage = IndexOutage()
         self._host: Libp2pHost | None = None
@@ -188,12 +188,11 @@ class LightTransport:
     async def load(self, key: str) -> dict[str, bytes]:
         if self._is_cut_off and (peers := self._peers_to_ask()):
             return await self._peer_index.load(key, peers=peers)
-        copies: list[tuple[str, str, bytes, None]] = []
+        answers: list[list[Copy]] = []
         for peer_id, answer in (await self._ask_index(load_request(key))).items():
             with contextlib.suppress(RequestError):  # this peer is broken; the others count
-                copies += [(peer_id, subkey, value, None) for subkey, value in read_loaded(answer).items()]
-        await self._rule.turn()
-        return self._rule.newest(key, copies)
+                answers.append([(peer_id, subkey, value, None) for subkey, value in read_loaded(answer).items()])
+        return await self._rule.newest(key, answers)
 
     def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
         assert self._host is None, "serve() comes before start()"

@@ -3,9 +3,10 @@
 admit ── place ── charge (per peer, per node) ── leave
 """
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -60,6 +61,23 @@ class _Peer:
         requests, upload = limits.requests_per_peer_per_s, limits.upload_bytes_per_peer_per_s
         self.requests = TokenBucket(requests, max(1.0, BURST_S * requests), now)
         self.upload = TokenBucket(upload, BURST_S * upload, now)
+
+
+class GaveWay(Exception):
+    """The place of a request was needed for a caller of another network."""
+
+
+@asynccontextmanager
+async def giving_way() -> AsyncIterator[Callable[[], None]]:
+    """Yield a function that ends the context with GaveWay."""
+    scope = asyncio.timeout(None)
+    try:
+        async with scope:
+            yield lambda: scope.reschedule(asyncio.get_running_loop().time())
+    except TimeoutError:
+        if scope.expired():
+            raise GaveWay from None
+        raise
 
 
 NetworkOf = Callable[[str], str]

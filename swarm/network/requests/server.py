@@ -26,7 +26,7 @@ from swarm.network.requests.framing import (
     read_request_length,
     write_response,
 )
-from swarm.network.requests.limits import NO_LIMITS, CallerTable, NetworkOf, RequestLimits
+from swarm.network.requests.limits import NO_LIMITS, CallerTable, GaveWay, NetworkOf, RequestLimits, giving_way
 from swarm.network.requests.lines import StreamLine
 from swarm.network.transport import Admits, Line, LineHandler, RequestHandler, RequestRefused, TrafficCounter, everybody
 
@@ -55,23 +55,6 @@ def transfer_timeout_s(base_s: float, num_bytes: int) -> float:
 class _Service:
     handler: RequestHandler
     max_request_bytes: int
-
-
-class _GaveWay(Exception):
-    """The place of a request was needed for a caller of another network."""
-
-
-@asynccontextmanager
-async def _giving_way() -> AsyncIterator[Callable[[], None]]:
-    """Yield a function that ends the context with _GaveWay."""
-    scope = asyncio.timeout(None)
-    try:
-        async with scope:
-            yield lambda: scope.reschedule(_now())
-    except TimeoutError:
-        if scope.expired():
-            raise _GaveWay from None
-        raise
 
 
 class RequestServer:
@@ -166,7 +149,7 @@ class RequestServer:
                     wait_s = self._callers.charge(peer_id, len(response.body), _now())
                     if waits and wait_s > 0:
                         await asyncio.sleep(wait_s)
-        except _GaveWay:
+        except GaveWay:
             return self._refusal("busy", "busy")
         except RequestRefused as refusal:
             return self._refusal(str(refusal), _reason_of(refusal))
@@ -183,7 +166,7 @@ class RequestServer:
                 if not is_welcome:
                     return self._refusal("busy", "flood")
                 return await self.answer(peer_id, protocol, request, waits=True)
-        except _GaveWay:
+        except GaveWay:
             return self._refusal("busy", "flood")
         finally:
             self._conversations.discard(task)
@@ -204,7 +187,7 @@ class RequestServer:
                     writer.close()
                 else:  # too many even to refuse them
                     self.refused["flood"] += 1
-        except _GaveWay:  # a refusal could end up in the middle of a response
+        except GaveWay:  # a refusal could end up in the middle of a response
             self.refused["busy"] += 1
         except (FrameError, OSError) as error:  # OSError includes TimeoutError and a reset connection
             self._traffic.requests_failed += 1
@@ -306,13 +289,13 @@ class RequestServer:
 
     @asynccontextmanager
     async def _conversation(self, peer_id: str) -> AsyncIterator[bool]:
-        async with _giving_way() as leave:
+        async with giving_way() as leave:
             with self._callers.conversation(peer_id, _now(), leave) as is_welcome:
                 yield is_welcome
 
     @asynccontextmanager
     async def _place(self, peer_id: str) -> AsyncIterator[None]:
-        async with _giving_way() as leave:
+        async with giving_way() as leave:
             with self._callers.place(peer_id, _now(), leave):
                 yield
 
