@@ -1,6 +1,7 @@
 """Frames arrive whole however they are cut, and what is remembered of gossiped messages is bounded."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from swarm.network.gossip import (
 from swarm.network.libp2p.parts import ID, GossipSub, Multiaddr, RpcQueue, create_new_key_pair, new_host, rpc_pb2
 from swarm.network.libp2p.pubsub import FrameReader, GuardedPubsub, OversizeFrame, encode_frame
 from swarm.network.libp2p.router import (
+    MAX_GIVEN,
     MAX_WINDOW_IDS,
     BoundedGossipSub,
     RecentMessages,
@@ -132,6 +134,24 @@ def test_who_has_a_message_is_remembered_as_long_as_the_message() -> None:
     for _ in range(HISTORY_HEARTBEATS):
         recent.shift()
     assert not recent._holders
+
+
+def test_a_peer_that_asks_for_a_message_again_and_again_is_given_it_a_few_times() -> None:
+    async def main() -> None:
+        router, sent, peers = BoundedGossipSub(), list[tuple[ID, int]](), [ID(b"peer"), ID(b"other")]
+        router.pubsub = SimpleNamespace(seen_messages=SimpleNamespace(has=lambda message_id: True))  # type: ignore[assignment]
+        router.send_rpc = lambda to, call, **options: sent.append((to, len(call.publish)))  # type: ignore[method-assign]
+        router.recent.put("t", b"id", rpc_pb2.Message(data=b"message"))
+        ask = rpc_pb2.RPC(control=rpc_pb2.ControlMessage(iwant=[rpc_pb2.ControlIWant(messageIDs=[b"id"] * 500)]))
+        for _ in range(8):
+            await router.handle_rpc(ask, peers[0])
+        await router.handle_rpc(ask, peers[1])
+        assert sent == [(peers[0], 1)] * MAX_GIVEN + [(peers[1], 1)]
+        for _ in range(HISTORY_HEARTBEATS):
+            router.recent.shift()
+        assert not router.recent._num_given
+
+    trio.run(main)
 
 
 class _Stream:

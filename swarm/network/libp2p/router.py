@@ -8,7 +8,7 @@ are bounded and need no threads.
 """
 
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,6 +28,9 @@ from swarm.network.libp2p.parts import ID, PROTOCOL_ID_V11, GossipSub, Pubsub, r
 MAX_WINDOW_IDS = 200
 """Ids of one topic that are announced. A peer that joins is sent all of them at once, which must not look like a flood.
 """
+
+MAX_GIVEN = 3
+"""How often a peer is given a message that it asks for, as in GossipSub v1.1: asking takes a few bytes."""
 
 
 class SeenMessages:
@@ -56,6 +59,7 @@ class RecentMessages:
     def __init__(self) -> None:
         self._messages: OrderedDict[bytes, Any] = OrderedDict()
         self._holders: dict[bytes, set[ID]] = {}
+        self._num_given: dict[bytes, Counter[ID]] = {}
         self._history: list[list[tuple[str, bytes]]] = [[]]  # (topic, id) by heartbeat, newest first
 
     def __len__(self) -> int:
@@ -80,6 +84,14 @@ class RecentMessages:
         """Return a message, or None where it is not stored."""
         return self._messages.get(mid)
 
+    def give(self, message_id: bytes, peer_id: ID) -> Any:
+        """Return a message for a peer that asks for it; None where it is not stored, or this peer asked MAX_GIVEN times."""
+        message = self._messages.get(message_id)
+        if message is None or (given := self._num_given.setdefault(message_id, Counter()))[peer_id] >= MAX_GIVEN:
+            return None
+        given[peer_id] += 1
+        return message
+
     def window(self, topic: str) -> list[bytes]:
         """Return the ids of the last WINDOW_HEARTBEATS in a topic, newest heartbeat first, at most MAX_WINDOW_IDS."""
         recent = (entry for entries in self._history[:WINDOW_HEARTBEATS] for entry in entries)
@@ -92,6 +104,7 @@ class RecentMessages:
             for _, name in entries:
                 self._messages.pop(name, None)
                 self._holders.pop(name, None)
+                self._num_given.pop(name, None)
         del self._history[HISTORY_HEARTBEATS:]
 
 
@@ -155,7 +168,7 @@ class BoundedGossipSub(GossipSub):
         wanted = [i for i in dict.fromkeys(wanted) if not self._pubsub.seen_messages.has(i)]
         if wanted and self._check_ihave_rate_limit(sender_peer_id, ""):
             await self.emit_iwant(wanted, sender_peer_id)
-        asked = [i for want in control.iwant for i in want.messageIDs][:MAX_IDS]
+        asked = list(dict.fromkeys(i for want in control.iwant for i in want.messageIDs))[:MAX_IDS]
         if asked and self._check_iwant_rate_limit(sender_peer_id):
             self._send_messages(sender_peer_id, asked)
 
@@ -168,7 +181,7 @@ class BoundedGossipSub(GossipSub):
         return self.pubsub
 
     def _send_messages(self, peer_id: ID, ids: Iterable[bytes]) -> None:
-        found = [message for i in ids if (message := self.recent.get(bytes(i))) is not None]
+        found = [message for i in ids if (message := self.recent.give(bytes(i), peer_id)) is not None]
         if found:
             self.send_rpc(peer_id, rpc_pb2.RPC(publish=found))
 
