@@ -27,6 +27,7 @@ _KEPT: dict[str, Any] = {
     "base_model_name_or_path": str, "revision": str, "use_rslora": bool, "fan_in_fan_out": bool, "lora_dropout": (int, float),
 }  # fmt: skip
 """The settings of adapter_config.json that are copied."""
+_MAX_ALPHA = 1e6
 _MAX_JSON_BYTES = 64 << 20
 _MAX_TENSORS_BYTES = 64 << 30
 _MUST_BE_UNSET = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "lora_bias")
@@ -73,8 +74,11 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
         what = unsupported[0] if unsupported else f"peft_type {config.get('peft_type')} with bias {config.get('bias')}"
         raise MergeError(f"an adapter to merge must be plain LoRA, got {what} in {path}; export it as such")
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or not 0 < alpha < math.inf:
-        raise MergeError(f"an adapter must have a rank and an alpha above 0, got {rank} and {alpha} in {path}")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or not 0 < alpha <= _MAX_ALPHA:
+        got = f"{str(rank)[:20]} and {str(alpha)[:20]}"
+        raise MergeError(
+            f"an adapter must have a rank of 1 or more and an alpha in (0, {_MAX_ALPHA:g}], got {got} in {path}"
+        )
     tensors = _read_tensors(path / _WEIGHTS)
     check_layers([tensors])
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A")}

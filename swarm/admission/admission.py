@@ -45,15 +45,15 @@ class HeaderAdmission:
         self._own_peer_id = context.peer_id
         self._clock = context.clock
         self._check_task = check_task
-        self._announced: ExpiringKeys[tuple[str, bytes]] = ExpiringKeys(context.clock, _MAX_REMEMBERED_BODIES)
-        """(author, body hash)"""
+        self._announced: ExpiringKeys[tuple[str, str, bytes]] = ExpiringKeys(context.clock, _MAX_REMEMBERED_BODIES)
+        """(place, author, body hash)"""
         per_minute = config.max_records_per_peer_per_minute
         self._headers = PeerBuckets(per_minute / 60.0, per_minute, _MAX_REMEMBERED_PEERS)
 
-    def admit_header(self, data: bytes) -> Header:
+    def admit_header(self, data: bytes, place: str = "") -> Header:
         """Decode a header and check that it is authentic, current, new, within its author's rate and about allowed tasks.
 
-        Raises InvalidRecord.
+        What is new, and how many there were, is counted for each `place` by itself. Raises InvalidRecord.
         """
         record = decode_record(data)
         header = decode_header(record.payload, record.author)
@@ -64,8 +64,8 @@ class HeaderAdmission:
         if header.author == self._own_peer_id:
             raise InvalidRecord(Rejection.OWN_RECORD)
         self._check_time(header)
-        self._check_new(header)
-        self._check_rate(header.author)
+        self._check_new(header, place)
+        self._check_rate(header.author, place)
         for group in header.groups:
             self._check_task(group.task)
         return header
@@ -79,21 +79,21 @@ class HeaderAdmission:
         if header.expires_at - header.created_at > MAX_TIME_TO_LIVE_S:
             raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_TIME_TO_LIVE_S:.0f} s")
 
-    def _check_new(self, header: Header) -> None:
+    def _check_new(self, header: Header, place: str) -> None:
         """Reject a body that this author has announced before.
 
         Bodies are remembered by author, so that nobody can shut an author out by announcing its body first. An expired header
         is rejected anyway and need not be remembered.
         """
-        key = (header.author, header.body_hash)
+        key = (place, header.author, header.body_hash)
         if key in self._announced:
             raise InvalidRecord(Rejection.REPLAY)
         self._announced.add(key, header.expires_at)
 
-    def _check_rate(self, author: str) -> None:
+    def _check_rate(self, author: str, place: str) -> None:
         """Allow one minute's headers at once, refilled evenly. An author that goes on at a higher rate gets none at all."""
         now = self._clock()
-        bucket = self._headers.of(author, now)
+        bucket = self._headers.of(f"{author} {place}", now)
         if not bucket.try_take(1, now):
             bucket.drain()
             raise InvalidRecord(

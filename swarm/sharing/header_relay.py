@@ -35,7 +35,7 @@ class HeaderRelay:
         self.rejected: Counter[str] = Counter()
         """Headers that were not passed on, by reason."""
         admission = HeaderAdmission(sharing, context, check_task=check_not_held_out)
-        self._validator = HeaderValidator(context, admission, sharing.max_age_s, rejected=self.rejected)
+        self._validator = HeaderValidator(context, admission, sharing.max_age_s, rejected=self.rejected, by_shard=True)
         totals = SharingTotals(context.clock, publishes=False, reads=False)
         self._directory = Directory(context, totals, stays_widest=True)
         self._relayed: set[Shard] = set()

@@ -33,22 +33,35 @@ class HeaderValidator:
     """The header checks of one node or header relay. It runs on its loop."""
 
     def __init__(
-        self, context: SwarmContext, admission: HeaderAdmission, remember_s: float, *, rejected: Counter[str]
+        self,
+        context: SwarmContext,
+        admission: HeaderAdmission,
+        remember_s: float,
+        *,
+        rejected: Counter[str],
+        by_shard: bool = False,
     ) -> None:
-        """`remember_s`: how long a record may come again, by another way. `rejected`: counts rejected headers by reason."""
+        """`remember_s`: how long a record may come again, by another way. `rejected`: counts rejected headers by reason.
+
+        `by_shard`: a record that came in the topic of one shard is new in that of another. A relay is in the topics of several
+        levels, and whoever sends it a header in a wide one first must not keep it from the own shard of its author.
+        """
         self._swarm_id = context.swarm_id
         self._clock = context.clock
         self._admission = admission
         self._remember_s = remember_s + MAX_CLOCK_SKEW_S
-        self._seen: ExpiringKeys[bytes] = ExpiringKeys(context.clock, _MAX_REMEMBERED_RECORDS)
+        self._by_shard = by_shard
+        self._seen: ExpiringKeys[tuple[str, bytes]] = ExpiringKeys(context.clock, _MAX_REMEMBERED_RECORDS)
+        """(place, hash of the record)"""
         self._rejected = rejected
 
     def validate_gossip(self, shard: Shard, record: bytes) -> tuple[ValidationResult, Header | None]:
         """Validate what was gossiped in the topic of `shard`, before it is passed on. The header is None unless accepted."""
-        if self._is_repeated(record):
+        place = shard.name if self._by_shard else ""
+        if self._is_repeated(record, place):
             return ValidationResult.IGNORE, None
         try:
-            header = self._admission.admit_header(record)
+            header = self._admission.admit_header(record, place)
             if shard_of(self._swarm_id, header.author, shard.level, header.created_at) != shard:
                 raise InvalidRecord(Rejection.WRONG_SLOT)
         except InvalidRecord as error:
@@ -69,9 +82,9 @@ class HeaderValidator:
             return None
         return header
 
-    def _is_repeated(self, record: bytes) -> bool:
-        fingerprint = body_hash(record)
-        if fingerprint in self._seen:
+    def _is_repeated(self, record: bytes, place: str = "") -> bool:
+        name = place, body_hash(record)
+        if name in self._seen:
             return True
-        self._seen.add(fingerprint, self._clock() + self._remember_s)
+        self._seen.add(name, self._clock() + self._remember_s)
         return False

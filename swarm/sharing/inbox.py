@@ -9,7 +9,7 @@ index ──┘
 
 import asyncio
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from swarm.admission.admission import Admission, check_answer_length
 from swarm.config import SharingSection
@@ -94,6 +94,7 @@ class Inbox:
         self._candidates: FairMap[tuple[str, bytes], Header] = FairMap(
             MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, is_known=reputation.is_known, safe_per_known=SAFE_PER_KNOWN
         )
+        self._rng = rng
         self._backoff = PeerBackoff(clock, rng)
         self._choice = make_choice(config, pool, tracker.usefulness, rng, tracker.shares)
         self._newest = NewestVersions(config.max_staleness, config.max_age_s, clock)
@@ -126,7 +127,8 @@ class Inbox:
         offering = {header.author for header in candidates} - in_trouble
         answering = {author for author in offering if author not in self._backoff}
         shares = self._tracker.shares
-        offered = shares.within_share([header for header in candidates if header.author in answering])
+        considered = shares.considered(answering, self._rng) | {self._longest_waiting(candidates, answering)}
+        offered = shares.within_share([header for header in candidates if header.author in considered])
         if not offered:
             return None
         first = self._tracker.turns.first(offered)
@@ -137,6 +139,11 @@ class Inbox:
             self._candidates.pop(_key(header))
             shares.pulled(header)
         return header
+
+    def _longest_waiting(self, candidates: Sequence[Header], answering: Collection[str]) -> str | None:
+        reputation = self._tracker.reputation
+        waiting = (header.author for header in candidates if header.author in answering)
+        return next((author for author in waiting if reputation.is_untried(author)), None)
 
     def leave_alone(self, author: str) -> None:
         """Offer nothing of an author that did not answer for a while, longer after each failure in a row."""

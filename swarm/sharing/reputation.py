@@ -30,6 +30,7 @@ import ipaddress
 import json
 import logging
 import math
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -161,16 +162,21 @@ class Reputation:
 
     def is_known(self, author: str) -> bool:
         """Whether the author's probation is over."""
+        with self._lock:
+            standing = self._standings.get(author)
+        if standing is None or standing.good < PROBATION_BODIES:  # it only fades
+            return False
         standing = self._now(author)
         return standing.good >= PROBATION_BODIES and _mean(standing) >= 0.5
 
     def is_banned(self, author: str) -> bool:
-        return self._now(author).banned_until > self._clock()
+        return self.banned_until(author) > 0
 
     def banned_until(self, author: str) -> float:
         """The end of the author's ban in swarm time; 0 where it is not banned."""
-        until = self._now(author).banned_until
-        return until if until > self._clock() else 0.0
+        with self._lock:
+            standing = self._standings.get(author)
+        return standing.banned_until if standing is not None and standing.banned_until > self._clock() else 0.0
 
     def last_evidence(self) -> dict[str, float]:
         """{author: swarm time of the last evidence for or against it}."""
@@ -183,14 +189,15 @@ class Reputation:
 
     def has_known(self) -> bool:
         """Whether anybody's probation is over."""
-        with self._lock:
-            authors = list(self._standings)
-        return any(map(self.is_known, authors))
+        return any(map(self.is_known, self._once_known()))
 
     def num_known(self) -> int:
+        return sum(map(self.is_known, self._once_known()))
+
+    def _once_known(self) -> list[str]:
+        """Authors that had enough good bodies when the last one was counted: the others cannot be known now."""
         with self._lock:
-            authors = list(self._standings)
-        return sum(map(self.is_known, authors))
+            return [author for author, standing in self._standings.items() if standing.good >= PROBATION_BODIES]
 
     def save(self) -> None:
         """Write the table to its file, all of it or nothing. Raises OSError. Does nothing without a path."""
@@ -251,7 +258,8 @@ class Reputation:
 
 def _fade(standing: _Standing, now: float, half_life_s: float) -> _Standing:
     left = 0.5 ** (max(0.0, now - standing.at) / half_life_s)
-    return replace(standing, good=left * standing.good, bad=left * standing.bad, at=max(now, standing.at))
+    at = max(now, standing.at)
+    return _Standing(left * standing.good, left * standing.bad, at, standing.banned_until, standing.num_bans)
 
 
 def _bounded(standing: _Standing) -> _Standing:
@@ -292,6 +300,8 @@ KNOWN_ARE_HEARD_FOR_S = 300.0
 BURST_GROUPS = 12.0
 """Groups that strangers may have in advance: one body with the largest number of groups."""
 _AUTHORS_PER_GROUP = 2.0
+MAX_STRANGERS = 128
+"""Strangers among whom one is drawn at a time."""
 _UNKNOWN = frozenset({"unknown"})
 
 SeenAt = Callable[[str], Iterable[str]]
@@ -333,6 +343,23 @@ class AuthorShares:
         if is_alone or self._earned_groups > 0:
             return offered
         return [header for header in offered if self.reputation.is_known(header.author)]
+
+    def considered(self, authors: Collection[str], rng: random.Random) -> frozenset[str]:
+        """All known ones of `authors`, and a random sample of the strangers that has as many of each address group as it can.
+
+        The weights of a draw take time for each author, and names cost nothing.
+        """
+        strangers = [author for author in sorted(authors) if not self.reputation.is_known(author)]
+        if len(strangers) <= MAX_STRANGERS:
+            return frozenset(authors)
+        crowds, places = Counter[str](), list[tuple[int, str]]()
+        for author in rng.sample(strangers, len(strangers)):
+            groups = self._addresses.of(author)
+            places.append((max(crowds[group] for group in groups), author))
+            crowds.update(groups)
+        places.sort(key=lambda place: place[0])
+        left_out = frozenset(author for _, author in places[MAX_STRANGERS:])
+        return frozenset(authors) - left_out
 
     def pulled(self, header: Header) -> None:
         """Count the body of `header`, which is going to be pulled."""

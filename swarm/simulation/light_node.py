@@ -186,8 +186,8 @@ class WatchedAdmission(Admission):
         super().__init__(config, context, verifier=LightVerifier(), vocabulary=VOCABULARY)
         self._on_header = on_header
 
-    def admit_header(self, data: bytes) -> Header:
-        header = super().admit_header(data)
+    def admit_header(self, data: bytes, place: str = "") -> Header:
+        header = super().admit_header(data, place)
         if self._on_header is not None:
             self._on_header(header)
         return header

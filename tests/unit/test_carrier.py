@@ -105,6 +105,20 @@ def test_what_needs_no_tasks_is_judged_as_a_node_would(
     run(main())
 
 
+def test_whoever_sends_a_header_in_another_shard_first_does_not_keep_it_from_its_own() -> None:
+    async def main() -> None:
+        carrier, transport, work = await carrier_on(MemoryNetwork(random.Random(0), virtual_now))
+        own = shard_of(SWARM_ID, ALICE.peer_id, 1, virtual_now())
+        judge = {place: carrier._handler(place) for place in (EVERYBODY, own, Shard(1, own.number ^ 1))}
+        verdicts = [judge[place](MALLORY.peer_id, record()) for place in (Shard(1, own.number ^ 1), EVERYBODY)]
+        assert verdicts == [ValidationResult.REJECT, ValidationResult.ACCEPT]
+        assert judge[own](ALICE.peer_id, record()) is ValidationResult.ACCEPT
+        assert judge[own](ALICE.peer_id, record()) is ValidationResult.IGNORE
+        await stop(work, transport)
+
+    run(main())
+
+
 def test_an_author_s_rate_and_shard_are_checked_too() -> None:
     async def main() -> None:
         network = MemoryNetwork(random.Random(0), virtual_now)

@@ -29,7 +29,7 @@ GROUPS_PER_HEADER = 4
 class Unsigned:
     """Admits whatever can be decoded: signatures and rates are not what is looked at here, and take most of the time."""
 
-    def admit_header(self, data: bytes) -> Header:
+    def admit_header(self, data: bytes, place: str = "") -> Header:
         record = decode_record(data)
         return decode_header(record.payload, record.author)
 

@@ -22,6 +22,7 @@ from swarm.sharing.reputation import (
     KNOWN_ARE_HEARD_FOR_S,
     MAX_AUTHORS,
     MAX_BAN_S,
+    MAX_STRANGERS,
     PROBATION_BODIES,
     AddressGroups,
     AuthorShares,
@@ -471,6 +472,17 @@ def test_among_strangers_an_address_group_counts_as_two() -> None:
     places |= {name: [f"/ip4/192.{number}.0.1/tcp/1"] for number, name in enumerate(honest)}
     standing = shares_of(made(), seen(places)).standing([*honest, *sybils])
     assert sum(standing[sybil] for sybil in sybils) / sum(standing.values()) == pytest.approx(2 / 6)
+
+
+def test_a_thousand_fresh_names_leave_known_authors_and_strangers_elsewhere_in_the_draw() -> None:
+    sybils, honest = [f"sybil {i}" for i in range(1000)], [f"honest {i}" for i in range(4)]
+    places = {name: [f"/ip4/10.9.8.{number % 250}/tcp/1"] for number, name in enumerate(sybils)}
+    places |= {name: [f"/ip4/192.{number}.0.1/tcp/1"] for number, name in enumerate(honest)}
+    shares = shares_of(known(made(), *KNOWN), seen(places))
+    considered = shares.considered({*sybils, *honest, *KNOWN}, random.Random(0))
+    assert considered >= {*honest, *KNOWN} and len(considered) == MAX_STRANGERS + len(KNOWN)
+    few = {*sybils[:MAX_STRANGERS], *KNOWN}
+    assert shares.considered(few, random.Random(0)) == few
 
 
 def test_whoever_is_known_cannot_be_crowded_out_by_false_addresses() -> None:
