@@ -97,8 +97,8 @@ def _check_columns(rows: list[Row], columns: Mapping[str, str], needed: list[str
         if missing[0] in columns.values():
             raise TaskError(f"columns must name columns, got {missing[0]}: there are {', '.join(row)}; correct task")
         fields = [name for name in needed if name in missing]
-        mapping = suggested_columns([*row], fields).removeprefix("columns = ").replace(" = ", ": ")
-        for name in fields:
+        mapping = suggested_columns([*row], fields, columns).removeprefix("columns = ").replace(" = ", ": ")
+        for name in (*columns, *fields):
             mapping = mapping.replace(f"{name}: ", f'"{name}": ')
         raise TaskError(
             f"a row must have {' and '.join(fields)}, got {', '.join(row) or 'nothing'} in row {number}; rename columns, or give "

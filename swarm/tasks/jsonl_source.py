@@ -8,7 +8,6 @@ import hashlib
 import logging
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,7 +127,7 @@ def _parse(text: bytes, where: str, config: TaskSourceSection, template: PromptT
         raise TaskError(f"a line must be one JSON object in UTF-8, got {error} in {where}; fix that line") from None
     if not isinstance(data, dict):
         raise TaskError(f'a line must have a text "prompt", got none in {where}; fix that line')
-    _check_names(data, where, template, [PROMPT, *(["answer"] if needs_answer(config) else [])])
+    _check_names(data, where, config, template)
     prompt = _prompt(data, where, template)
     facts = {name: value for name, value in data.items() if name not in (PROMPT, "answer", "verifier")}
     unknown = sorted(facts.keys() - template.names)
@@ -154,15 +153,17 @@ def needs_answer(config: TaskSourceSection) -> bool:
     return not config.signals or any(not signal.function for signal in config.signals)
 
 
-def _check_names(data: dict[str, Any], where: str, template: PromptTemplate, needed: Sequence[str]) -> None:
+def _check_names(data: dict[str, Any], where: str, config: TaskSourceSection, template: PromptTemplate) -> None:
     """Raise TaskError where other names than `prompt` and `answer` stand for them, with the mapping that fixes it."""
+    needed = [PROMPT, *(["answer"] if needs_answer(config) else [])]
     missing = [name for name in needed if name not in data and name in {*template.names, "answer"}]
     others = [name for name in data if name not in {PROMPT, "answer", "verifier", *template.names}]
     if missing and others:
         wanted = " and ".join('a text "prompt"' if name == PROMPT else 'an "answer"' for name in missing)
+        fields = dict.fromkeys([*missing, *([] if "answer" in data else ["answer"])])  # a data set always needs one
         raise TaskError(
             f'a line must have {wanted}, got {str(others)[:200]} in {where}; set kind = "dataset" and '
-            f"{suggested_columns(others, missing)} for this source, or rename them in the file"
+            f"{suggested_columns(others, list(fields))} for source {config.source_name!r}, or rename them in the file"
         )
 
 

@@ -29,7 +29,7 @@ def refused(values: dict[str, Any], /, **settings: Any) -> str:
     with pytest.raises((InvalidRow, TaskError)) as caught:
         row(values, **settings)
     assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return f"{caught.value}; {caught.value.fix}" if isinstance(caught.value, InvalidRow) else str(caught.value)
 
 
 # --- columns
@@ -106,6 +106,24 @@ def test_missing_columns_are_met_with_the_mapping_that_fixes_it(
 )  # fmt: skip
 def test_a_wrong_mapping_is_named(settings: dict[str, Any], rule: str) -> None:
     assert rule in refused({"question": "2 + 2?", "answer": "4"}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mapping"),
+    [
+        ({"columns": {"prompt": "question"}}, 'columns = {prompt = "question", answer = "solution"}'),
+        ({"columns": {"answer": "solution"}}, 'columns = {answer = "solution", prompt = "question"}'),
+        (
+            {"columns": {"prompt": "question", "level": "level"}},
+            'columns = {prompt = "question", level = "level", answer = "solution"}',
+        ),
+    ],
+)
+def test_the_suggested_mapping_keeps_what_is_set(settings: dict[str, Any], mapping: str) -> None:
+    values = {"question": "2 + 2?", "solution": "4", "level": 1}
+    assert f"; set {mapping}" in refused(values, **settings)
+    kept = dict(pair.split(" = ") for pair in mapping.removeprefix("columns = {").removesuffix("}").split(", "))
+    assert row(values, columns={name: json.loads(column) for name, column in kept.items()}).answer == "4"
 
 
 def test_other_columns_are_facts_for_reward_functions() -> None:
@@ -219,7 +237,7 @@ def test_other_forms_of_messages_are_read() -> None:
         ([ASK, {"role": "assistant", "content": None}], "got null"),
         ([ASK], "no conversation ends with one"),
         ([], "no conversation ends with one"),
-        ("2 + 2?", 'set columns = {answer = "COLUMN"}'),
+        ("2 + 2?", 'set columns = {prompt = "messages", answer = "COLUMN"}'),
         ([{"role": "user", "content": [{"type": "image"}]}, SAY], "content of a message"),
     ],
 )

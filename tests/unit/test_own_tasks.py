@@ -118,6 +118,10 @@ def test_functions_alone_need_no_answers_and_columns_are_renamed(tmp_path: Path)
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dataset": []}, "must have rows, got none"),
     ({"dataset": [{"question": "a", "solution": "b"}]}, r'task=\{"columns": \{"prompt": "question", "answer": "solution"\}\}'),
+    (
+        {"dataset": [{"question": "a", "solution": "b"}], "task": {"columns": {"prompt": "question"}}},
+        r'task=\{"columns": \{"prompt": "question", "answer": "solution"\}\}',
+    ),
     ({"dataset": [{"prompt": "a"}]}, "a row must have answer, got prompt in row 0"),
     ({"dataset": [{"prompt": "a"}], "reward": "correct"}, "a row must have answer"),
     ({"dataset": [*ROWS, {"prompt": None, "answer": "b"}]}, "column prompt must have a value, got none in row 12"),

@@ -343,6 +343,12 @@ def test_other_rows_than_those_of_the_pin_are_refused(tmp_path: Path) -> None:
             'set columns = {prompt = "question", answer = "solution"}',
         ),
         (
+            [{"question": "a", "solution": "b"}] * 3,
+            {"columns": {"prompt": "question"}},
+            'no conversation ends with one in row 0 of split train; set columns = {prompt = "question", answer = "solution"}, '
+            "or set skip_invalid = true for source",
+        ),
+        (
             [*ROWS[:3], {"question": "a", "answer": None}],
             {},
             "got null in row 3 of split train; correct it, or set skip_invalid = true",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.config import TaskSourceSection, TasksSection
+from swarm.config import RewardSignalSection, TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.jsonl_source import JsonlSource, shuffled_position
 from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, SUPERVISED_SEED, score
@@ -135,7 +135,7 @@ def test_a_file_that_is_missing_or_too_short_is_an_error(tmp_path: Path) -> None
     [
         ({"question": "a", "answer": 1}, """a text "prompt", got ['question'] in {path}:1; set kind = "dataset" and """),
         ({"question": "a", "answer": 1}, """set kind = "dataset" and columns = {{prompt = "question"}}"""),
-        ({"problem": "a", "solution": 1}, """columns = {{prompt = "problem", answer = "solution"}} for this source, or"""),
+        ({"problem": "a", "solution": 1}, """columns = {{prompt = "problem", answer = "solution"}} for source 'mine', or"""),
         ({"prompt": "a", "target": 1}, """have an "answer", got ['target'] in {path}:1; set kind"""),
         ({"prompt": "a", "target": 1}, """columns = {{answer = "target"}}"""),
     ],
@@ -145,6 +145,25 @@ def test_other_names_are_met_with_the_mapping_that_fixes_them(tmp_path: Path, ro
     with pytest.raises(TaskError) as caught:
         JsonlSource(section, TasksSection())
     assert told.format(path=section.path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "mapping"),
+    [
+        ({"question": "a", "solution": 1, "level": 2}, 'columns = {prompt = "question", answer = "solution"}'),
+        ({"messages": "a", "level": 2}, 'columns = {prompt = "messages"}'),  # the conversation has the answer
+        ({"question": "a", "level": 2}, 'columns = {prompt = "question", answer = "COLUMN"}'),
+    ],
+)
+def test_where_functions_decide_the_mapping_also_names_the_answer_that_a_data_set_needs(
+    tmp_path: Path, row: dict[str, Any], mapping: str
+) -> None:
+    section = write(tmp_path / "t.jsonl", [row, row])
+    with pytest.raises(TaskError) as caught:
+        JsonlSource(
+            section.model_copy(update={"signals": (RewardSignalSection(function="reward.py:score"),)}), TasksSection()
+        )
+    assert f"set kind = \"dataset\" and {mapping} for source 'mine', or rename them" in str(caught.value)
 
 
 def test_what_is_held_out_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

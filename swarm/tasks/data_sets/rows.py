@@ -31,6 +31,8 @@ _GUESSES = {
         "reference",
     ),
 }  # fmt: skip
+_UNKNOWN = "COLUMN"
+"""Stands in a suggestion for a column that the person has to choose."""
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "developer": "system"}
 _MAX_SHOWN = 80
@@ -40,7 +42,11 @@ _Path = tuple[str | int, ...]
 
 
 class InvalidRow(Exception):
-    """A row is no task. The message says rule and value."""
+    """A row is no task. The message says rule and value, `fix` what to do."""
+
+    def __init__(self, problem: str, fix: str = "correct it") -> None:
+        super().__init__(problem)
+        self.fix = fix
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +71,25 @@ class Row:
         return "\n\n".join([*system, *said, f"User: {self.prompt}" if turns else self.prompt])
 
 
-def suggested_columns(columns: Collection[str], missing: Sequence[str]) -> str:
-    """The setting that maps the missing fields to columns that look like them, such as `columns = {prompt = "question"}`."""
+def suggested_columns(columns: Collection[str], missing: Sequence[str], kept: Mapping[str, str] | None = None) -> str:
+    """The setting that maps the missing fields to columns that look like them, such as `columns = {prompt = "question"}`.
+
+    `kept`: what the setting maps already, which the whole setting repeats.
+    """
     free = [column for column in columns if column not in (PROMPT, ANSWER, VERIFIER)]
-    mapped: dict[str, str] = {}
+    mapped = dict(kept or {})
     for name in missing:
         known = (name, *_GUESSES.get(name, ()))
         by_name = {column.lower(): column for column in free if column not in mapped.values()}
         close = [found for name in known for found in difflib.get_close_matches(name, by_name, n=1, cutoff=0.75)]
         inner = [column for name in known for lower, column in by_name.items() if name in lower]
         guess = next((by_name[name] for name in known if name in by_name), None) or next(
-            (by_name[name] for name in close), next(iter(inner), "COLUMN")
+            (by_name[name] for name in close), next(iter(inner), _UNKNOWN)
         )
-        mapped[name] = guess
-    pairs = ", ".join(f"{name} = {json.dumps(column[:_MAX_SHOWN])}" for name, column in mapped.items())
+        mapped[name] = guess[:_MAX_SHOWN]
+    if PROMPT in missing and mapped[PROMPT] in _CONVERSATIONS and mapped.get(ANSWER) == _UNKNOWN:
+        del mapped[ANSWER]  # the conversation has it
+    pairs = ", ".join(f"{name} = {json.dumps(column)}" for name, column in mapped.items())
     return f"columns = {{{pairs}}}"
 
 
@@ -97,6 +108,7 @@ class RowMapping:
         if PROMPT in self._template.names and PROMPT not in wanted and PROMPT not in columns:
             wanted |= dict(zip([PROMPT], (name for name in _CONVERSATIONS if name in columns), strict=False))
         fields = [*self._template.names, *([VERIFIER] if VERIFIER in wanted else [])]
+        self._mapped = wanted
         self._conversation_only = PROMPT in wanted and ANSWER not in wanted and ANSWER not in columns
         fields += [] if self._conversation_only else [ANSWER]
         if missing := sorted({name for name in fields if name not in wanted and name not in columns}, reverse=True):
@@ -123,8 +135,8 @@ class RowMapping:
             found[PROMPT] = talk.prompt
         if self._conversation_only and (talk is None or talk.answer is None):
             raise InvalidRow(
-                'a row must have an answer, got none: "answer" is no column, and no conversation ends with one; set '
-                f"{suggested_columns(self._columns, [ANSWER])}"
+                'a row must have an answer, got none: "answer" is no column, and no conversation ends with one',
+                f"set {suggested_columns(self._columns, [ANSWER], self._mapped)}",
             )
         answer = talk.answer if self._conversation_only and talk is not None else found[ANSWER]
         expected, verifier = self._answer(_text(answer, ANSWER), found)
@@ -184,7 +196,7 @@ class RowMapping:
         names = " and ".join(json.dumps(name) for name in missing)
         return self._error(
             f"a data set needs a column for each field of its tasks, got none for {names}: {split} has {known}",
-            f"set {suggested_columns(self._columns, missing)}",
+            f"set {suggested_columns(self._columns, missing, self._mapped)}",
         )
 
     def _error(self, rule: str, fix: str) -> TaskError:

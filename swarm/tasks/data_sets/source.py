@@ -286,7 +286,7 @@ class _Run:
                     raise InvalidRow(f"a row must be smaller, got one that {values}")
                 self._add(self.mapping.row(values))
             except InvalidRow as error:
-                self._skip(str(error), f"row {number} of split {split}")
+                self._skip(error, f"row {number} of split {split}")
             if time.monotonic() - reported_at > _REPORT_S:
                 reported_at = time.monotonic()
                 logger.info("prepared %d rows of %s", self.num_rows, self._config.source_name)
@@ -330,11 +330,12 @@ class _Run:
         if len(self._turns) < 2:
             self._turns.add(row.turns)
 
-    def _skip(self, reason: str, where: str) -> None:
+    def _skip(self, error: InvalidRow, where: str) -> None:
+        reason = plain(str(error))
         if not self._config.skip_invalid:
-            raise _error(self._config, f"{plain(reason)} in {where}", "correct it, or set skip_invalid = true")
+            raise _error(self._config, f"{reason} in {where}", f"{plain(error.fix)}, or set skip_invalid = true")
         self._num_skipped += 1
-        self._skipped = self._skipped or f"{plain(reason)[:200]} in {where}"
+        self._skipped = self._skipped or f"{reason[:200]} in {where}"
 
 
 class _Reader:
