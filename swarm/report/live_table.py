@@ -99,6 +99,11 @@ class LiveTable:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def compared_rounds(num_rounds: int) -> int:
+    """How many rounds at either end the first and the last mean reward cover: ten, or half of a run of fewer than twenty."""
+    return min(SMOOTHING_ROUNDS, max(1, num_rounds // 2))
+
+
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
     """Values in [0, 1] as blocks; each block is the mean of an equal share of them."""
     if not values:
@@ -133,7 +138,8 @@ def _reward(history: NodeHistory) -> str:
     rewards = history.rewards
     if not rewards:
         return "…"
-    return f"{mean(rewards[:SMOOTHING_ROUNDS]):.2f} → {mean(rewards[-SMOOTHING_ROUNDS:]):.2f}"
+    window = compared_rounds(len(rewards))
+    return f"{mean(rewards[:window]):.2f} → {mean(rewards[-window:]):.2f}"
 
 
 def _line(elapsed_s: float, views: Sequence[NodeView]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from swarm.dashboard.shown import WORDS
 from swarm.observability.plain_text import counted, for_how_long
 from swarm.records.identity import peer_name
-from swarm.report.live_table import SMOOTHING_ROUNDS
+from swarm.report.live_table import compared_rounds
 from swarm.report.node_history import NodeHistory
 from swarm.report.summary import NodeSummary
 from swarm.report.tables import Table
@@ -228,10 +228,10 @@ def _learned(run: Run) -> Iterator[str]:
         yield "Held-out tasks were not measured before and after, so nothing is known of tasks that nobody trained on."
     start, end = run.mean("reward_start"), run.mean("reward_end")
     if start is not None and end is not None:
-        yield (
-            f"Sampled answers earned {start:.2f} in the first {SMOOTHING_ROUNDS} rounds and {end:.2f} in the last "
-            f"{SMOOTHING_ROUNDS}."
-        )
+        windows = sorted({compared_rounds(len(node.history.rounds)) for node in run.nodes if node.history.rounds})
+        span = f"{windows[0]}" if len(windows) == 1 else f"{windows[0]} to {windows[-1]}"
+        first, last = ("round", "last") if span == "1" else (f"{span} rounds", f"last {span}")
+        yield f"Sampled answers earned {start:.2f} in the first {first} and {end:.2f} in the {last}."
     if len(run.nodes) > 1 and (ranked := [node for node in run.nodes if node.summary.held_out_end is not None]):
         ranked.sort(key=lambda node: node.summary.held_out_end or 0.0)
         worst, best_node = ranked[0], ranked[-1]

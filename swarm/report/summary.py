@@ -13,7 +13,7 @@ from rich.text import Text
 
 from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import SHARED, replace_file
-from swarm.report.live_table import SMOOTHING_ROUNDS, NodeView
+from swarm.report.live_table import NodeView, compared_rounds
 from swarm.report.node_history import MetricsRow, NodeHistory
 
 _MAX_NODE_COLUMNS = 4
@@ -28,9 +28,9 @@ class NodeSummary:
     state: str
     rounds: int
     reward_start: float | None
-    """Mean reward of sampled answers over the first ten rounds."""
+    """Mean reward of sampled answers over the first ten rounds, or over the first half of fewer than twenty."""
     reward_end: float | None
-    """The same over the last ten."""
+    """The same over as many rounds at the end."""
     cumulative_reward: float
     """Sum over rounds of the round's mean reward."""
     held_out_start: float | None
@@ -59,6 +59,7 @@ class NodeSummary:
 def summarize(view: NodeView) -> NodeSummary:
     history = view.history
     rewards, row = history.rewards, history.last_round
+    window = compared_rounds(len(rewards))
     start, end = history.accuracy("start"), history.accuracy("end", "interval")
     before, after = (start or {}).get("accuracy", {}), (end or {}).get("accuracy", {})
     return NodeSummary(
@@ -66,8 +67,8 @@ def summarize(view: NodeView) -> NodeSummary:
         label=view.label,
         state=view.state,
         rounds=history.round,
-        reward_start=fmean(rewards[:SMOOTHING_ROUNDS]) if rewards else None,
-        reward_end=fmean(rewards[-SMOOTHING_ROUNDS:]) if rewards else None,
+        reward_start=fmean(rewards[:window]) if rewards else None,
+        reward_end=fmean(rewards[-window:]) if rewards else None,
         cumulative_reward=sum(rewards),
         held_out_start=start["accuracy_mean"] if start else None,
         held_out_end=end["accuracy_mean"] if end else None,
@@ -95,7 +96,7 @@ def last_words(folder: Path, max_rounds: int | None = None) -> list[str]:
     if not history.rounds:
         return []
     rewards, place = history.rewards, shlex.quote(str(folder))
-    window = min(SMOOTHING_ROUNDS, max(1, len(rewards) // 2))
+    window = compared_rounds(len(rewards))
     start, end = history.accuracy("start"), history.accuracy("end", "interval")
     row, best = history.last_round, _better_than(end, history.evaluations)
     learned = [
@@ -110,7 +111,7 @@ def last_words(folder: Path, max_rounds: int | None = None) -> list[str]:
         f"what {place} has learned by round {history.round}:",
         *(line for line in learned if line),
         f"  go on             {NodeFolder(folder).run_command(history.round, max_rounds)}",
-        f"  measure           swarm eval --dir {place}",
+        f"  measure           swarm eval --dir {place} --compare",
         f"  take it out       swarm export OUT --dir {place}",
     ]
 

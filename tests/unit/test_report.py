@@ -120,6 +120,29 @@ def test_a_run_is_told_as_a_story_with_its_figures(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("nodes", "told"),
+    [
+        ({"a": [0.0, 0.2, 0.4, 0.8]}, "earned 0.10 in the first 2 rounds and 0.60 in the last 2."),
+        ({"a": [0.0, 0.2, 0.8]}, "earned 0.00 in the first round and 0.80 in the last."),
+        ({"a": [0.25] * 10 + [0.75] * 10}, "earned 0.25 in the first 10 rounds and 0.75 in the last 10."),
+        (
+            {"a": [0.0, 0.4], "b": [0.2] * 15 + [0.8] * 15},
+            "earned 0.10 in the first 1 to 10 rounds and 0.60 in the last 1 to 10.",
+        ),
+    ],
+)
+def test_the_first_and_the_last_rounds_of_a_story_do_not_overlap(
+    tmp_path: Path, nodes: dict[str, list[float]], told: str
+) -> None:
+    for name, rewards in nodes.items():
+        folder = node_folder(tmp_path / "run" / name, 1)
+        rows = [round_row(n, random.Random(1)) | {"rollout/reward_mean": one} for n, one in enumerate(rewards, 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report([tmp_path / "run"], tmp_path / "report.html")
+    assert told in text_of(tmp_path / "report.html")
+
+
 def test_a_night_in_which_a_node_stood_still_is_told(tmp_path: Path) -> None:
     folder = node_folder(tmp_path / "mine", 40)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -257,6 +280,7 @@ def test_the_last_words_of_a_run_say_what_it_learned_and_how_to_go_on(tmp_path: 
     assert "by round 4" in told and "reward 0.10 ± 0.10 → 0.60 ± 0.20, in the first and the last 2 of 4 rounds" in told
     assert "reward 0.50 ± 0.10 → 0.50 ± 0.10" in told
     assert f"swarm run '{folder}/config.toml'\n" in told and f"swarm export OUT --dir '{folder}'" in told
+    assert f"swarm eval --dir '{folder}' --compare\n" in told, "a greedy number beside no other one means little"
     assert "did best" not in told, "no other round did better"
     assert f"swarm run '{folder}/config.toml'\n" in "\n".join(last_words(folder, 5))
     assert f"swarm run '{folder}/config.toml' --node.max_rounds 8\n" in "\n".join(last_words(folder, 4))
