@@ -61,7 +61,7 @@ def test_the_terminal_shows_text_of_strangers_as_text(capsys: pytest.CaptureFixt
     verdict = NodeHealth(Word.learning_alone, HOSTILE)
     shown = [
         shown_by(capsys, lambda: status._print(tmp_path, node_status(), verdict)),
-        shown_by(capsys, lambda: evaluate._print({"round 1": {HOSTILE: score([[1.0]], (1,), 1.0)}}, 1)),
+        shown_by(capsys, lambda: evaluate._print({"round 1": {HOSTILE: score([[1.0]], (1,), 1.0)}}, 1, "")),
         shown_by(capsys, lambda: doctor._print(ok("peer", HOSTILE))),
         shown_by(capsys, lambda: main._say(f"a peer said {HOSTILE}", 1)),
     ]

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from swarm.cli.policy import evaluate
 from swarm.rollouts.pass_at_k import Estimate, mean_of, overall, pass_at_k, score, wilson
 
 
@@ -55,3 +56,21 @@ def test_scores_of_tasks_and_of_sources() -> None:
 def test_a_reward_that_misses_its_bound_by_rounding_is_right() -> None:
     assert score([[0.1 + 0.2 + 0.7 - 1e-16]], [1], threshold=1.0).pass_at[1].mean == 1.0
     assert json.dumps(score([[0.9]], [1], threshold=1.0).pass_at[1].mean) == "0.0"
+
+
+@pytest.mark.parametrize(
+    ("num_answers", "temperature", "how"),
+    [
+        (1, 0.0, "one greedy answer each"),
+        (4, 0.0, "4 greedy answers each"),
+        (1, 0.7, "one answer each at temperature 0.7"),
+        (16, 1.0, "16 answers each at temperature 1"),
+    ],
+)
+def test_the_title_says_how_the_answers_were_sampled(
+    capsys: pytest.CaptureFixture[str], num_answers: int, temperature: float, how: str
+) -> None:
+    """A greedy number is often twice the one that a node prints while it samples at temperature 1."""
+    scores = {"sums": score([[1.0], [0.0]], (1,), 1.0)}
+    evaluate._print({"round 5": scores}, 1, evaluate._how(num_answers, temperature))
+    assert f"held-out tasks, round 5, {how}" in " ".join(capsys.readouterr().out.split())

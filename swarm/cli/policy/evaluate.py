@@ -101,7 +101,7 @@ def evaluate(
         facts = {"temperature": temperature, "k": k, "samples": num_answers, "pass_at": threshold}
         print(json.dumps({"round": trained_round, **told[0], **facts, **({"base": told[1]} if compare else {})}))
         return
-    _print(policies, k)
+    _print(policies, k, _how(num_answers, temperature))
 
 
 def _check(k: int, num_answers: int, *, compare: bool, base: bool) -> None:
@@ -109,6 +109,12 @@ def _check(k: int, num_answers: int, *, compare: bool, base: bool) -> None:
         raise ConfigError(f"--samples must be at least --k, got {num_answers} for k = {k}; raise --samples")
     if compare and base:
         raise ConfigError("there must be --compare or --base, got both; leave one out")
+
+
+def _how(num_answers: int, temperature: float) -> str:
+    """How the answers were sampled, in the words of the title."""
+    kind, drawn = ("", f" at temperature {temperature:g}") if temperature else (" greedy", "")
+    return f"{num_answers if num_answers > 1 else 'one'}{kind} {'answers' if num_answers > 1 else 'answer'} each{drawn}"
 
 
 def _ks(k: int) -> list[int]:
@@ -170,12 +176,13 @@ def _as_json(scores: Scores) -> dict[str, Any]:
     }
 
 
-def _print(policies: Mapping[str, Scores], k: int) -> None:
-    """Print a line per source and policy, 80 columns wide."""
+def _print(policies: Mapping[str, Scores], k: int, how: str) -> None:
+    """Print a line per source and policy, 80 columns wide. `how`: how the answers were sampled."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("task source", "tasks", title=f"held-out tasks, {' beside '.join(policies)}", title_justify="left")
+    title = f"held-out tasks, {' beside '.join(policies)}, {how}"
+    table = Table("task source", "tasks", title=title, title_justify="left")
     if len(policies) > 1:
         table.add_column("policy")
     for what in ("mean reward", f"pass@{k}"):
