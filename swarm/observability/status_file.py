@@ -122,7 +122,8 @@ def inner_folders(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: [(int(part or -1), text) for text, part in _NAME_PART.findall(path.name)])
 
 
-def _way_to_a_node(folder: Path) -> str:
+def way_to_a_node(folder: Path) -> str:
+    """What follows "a folder must hold …, got none in FOLDER": which nodes there are inside it or beside it, and what to do."""
     where, inner = "inside it", inner_folders(folder)
     if not inner:
         where, inner, folder = "beside it", inner_folders(folder.parent), folder.parent
@@ -157,7 +158,7 @@ def read_status(path: Path) -> NodeStatus:
         return replace(status, phase=_COPIED) if is_copy else status
     except FileNotFoundError:
         raise NodeNotRunningError(
-            f"a node's folder must hold status.json, got none in {path.parent}{_way_to_a_node(path.parent)}"
+            f"a node's folder must hold status.json, got none in {path.parent}{way_to_a_node(path.parent)}"
         ) from None
     except (OSError, ValueError) as error:
         raise NodeNotRunningError(f"status.json must be readable, got {path}: {error}; restart the node") from None

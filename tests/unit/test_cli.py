@@ -204,7 +204,11 @@ def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> 
     assert ended.stderr.endswith("start it again with the command of its first start\n")
     (tmp_path / "config.toml").touch()
     assert f"start it again with `swarm run {tmp_path}/config.toml`" in swarm("status", str(tmp_path)).stderr
-    assert f"start it again with `swarm run {tmp_path}/config.toml`" in swarm("dashboard", str(tmp_path)).stderr
+    told = swarm("dashboard", str(tmp_path)).stderr
+    assert f"start it again with `swarm run {tmp_path}/config.toml`" in told
+    assert (
+        f"`swarm report {tmp_path}` has its curves, and `swarm dashboard {tmp_path.parent}` is a page over all" in told
+    )
     NodeStatus("12D3x", "a", dead.pid, 0.0, "ended", command="bootstrap").write(tmp_path / "status.json")
     told = swarm("status", str(tmp_path))
     assert f"start it again with `swarm bootstrap --dir {tmp_path}` and the --manifest, --listen" in told.stderr

@@ -48,7 +48,16 @@ def test_the_last_messages_of_the_newest_run_are_shown_by_level(tmp_path: Path) 
 def test_a_folder_without_logs_is_told(tmp_path: Path) -> None:
     told = swarm_logs(str(tmp_path))
     assert told.returncode == 9
-    assert "must hold logs" in told.stderr
+    assert "must hold logs" in told.stderr and "start it with `swarm run` or name its folder" in told.stderr
+
+
+def test_a_testbeds_folder_is_met_with_the_names_of_its_nodes(tmp_path: Path) -> None:
+    for name in ("node-1", "node-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "status.json").touch()
+    told = swarm_logs(str(tmp_path))
+    assert told.returncode == 9
+    assert f"got none in {tmp_path} but 2 nodes inside it: node-1, node-2; name one of these" in told.stderr
 
 
 def test_a_traceback_belongs_to_its_message_and_cannot_move_the_cursor(tmp_path: Path) -> None:

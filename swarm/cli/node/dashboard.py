@@ -2,9 +2,11 @@
 
 import contextlib
 import html
+import shlex
 import signal
 import webbrowser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,6 +14,9 @@ from swarm.cli.arguments import told_by_flags
 from swarm.cli.node.status import start_command
 from swarm.errors import ConfigError, NodeNotRunningError
 from swarm.machine.safe_files import replace_file
+
+if TYPE_CHECKING:
+    from swarm.observability.status_file import NodeStatus
 
 _FLAGS = {"observability.http_port": "--port", "observability.http_host": "--host"}
 """What sets which setting of the overview."""
@@ -29,6 +34,9 @@ def dashboard(
     name: list[str] = typer.Option(None, help="Host name by which browsers may request the overview."),
 ) -> None:
     """Print the address of a node's page with the token for its controls, or serve one page over several nodes.
+
+    A node serves its page while it runs. The page over several nodes also shows those that have ended: name their parent
+    folder, as in `swarm dashboard runs`.
 
     A host name with several addresses is several nodes. Names and folders are looked at again every 15 s, so that nodes may
     come and go.
@@ -63,7 +71,7 @@ def _show_node(folder: Path, is_opened: bool) -> None:
     if not status.is_alive:
         raise NodeNotRunningError(
             f"the node in {folder} must be running, got process {status.pid}, which has ended; "
-            f"start it again with {start_command(folder, status)}"
+            f"start it again with {start_command(folder, status)}{_afterwards(folder, status)}"
         )
     if not status.http_port:
         raise ConfigError(
@@ -74,6 +82,14 @@ def _show_node(folder: Path, is_opened: bool) -> None:
     print(address)
     if is_opened:
         _open_unseen(folder, address)
+
+
+def _afterwards(folder: Path, status: "NodeStatus") -> str:
+    """What shows a node that has ended; empty for a stage or a bootstrap peer, which have no rounds."""
+    if status.command:
+        return ""
+    node, parent = (shlex.quote(str(path)) for path in (folder, folder.parent if folder.name else ".."))
+    return f"; `swarm report {node}` has its curves, and `swarm dashboard {parent}` is a page over all nodes there, ended or not"
 
 
 def _open_unseen(folder: Path, address: str) -> None:

@@ -33,12 +33,11 @@ def logs(
 ) -> None:
     """Show the last messages of a node."""
     from swarm.observability import logging_setup as log_reader
+    from swarm.observability.status_file import way_to_a_node
 
     newest = log_reader.newest_log(folder / "logs")
     if newest is None and not follow:
-        raise NodeNotRunningError(
-            f"a node's folder must hold logs, got none in {folder}; start it with `swarm run` or name its folder"
-        )
+        raise NodeNotRunningError(f"a node's folder must hold logs, got none in {folder}{way_to_a_node(folder)}")
     least = level.value.upper()
     last, num_read = log_reader.last_records(newest, lines, least) if newest else ([], 0)
     for record in last:
