@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import tomli_w
@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from swarm import __version__
 from swarm.adapters.export import CARD, BaseName
 from swarm.config import BUNDLED_BASES, Config
-from swarm.config.shareable import shareable
+from swarm.config.shareable import base_name, shareable
 from swarm.machine.node_folder import NodeFolder
 from swarm.machine.safe_files import read_file
 from swarm.observability.metrics import read_rows
@@ -47,6 +47,8 @@ class CardFacts:
     """Of rollouts, sharing, training and the adapter."""
     licence: str | None = None
     """Of the base, as hubs name licences; None where it is not known."""
+    base_is_folder: bool = False
+    """Whether the base is a folder of whoever trained: its name alone leads nobody to it."""
 
     @property
     def is_bundled(self) -> bool:
@@ -77,12 +79,12 @@ def trained_facts(
         swarm_name=config.swarm.name,
         swarm_id=config.swarm_id,
         tasks=tuple(source.label or source.name for source in config.tasks.sources),
-        made=f"Trained by a node of the swarm `{config.swarm.name}` with swarm-rl {__version__}: reinforcement learning on its "
-        "own answers and on those of peers, whose rewards it computed again.",
+        made=_made(config.swarm.name, totals),
         rows={"rounds": f"{round}, {policy_version} optimizer steps", "training groups of peers": share},
         rewards=_rewards(evaluations, config.evaluation.tasks_per_source),
         settings_toml=tomli_w.dumps(shareable(config.model_dump(mode="json", include=_SETTINGS))),
         licence=licence,
+        base_is_folder=_is_folder(config.policy.base, base),
     )
 
 
@@ -117,6 +119,28 @@ def licence_in(folder: Path) -> str | None:
 def known_licence(licence: object) -> str | None:
     """Return `licence` if it has the form in which hubs name licences, such as `apache-2.0`."""
     return licence if isinstance(licence, str) and _LICENCE.fullmatch(licence) else None
+
+
+def _made(swarm_name: str, totals: Mapping[str, Any]) -> str:
+    """How a node trained, by the totals of its last round."""
+    own, others = totals.get("train/own_groups_total", 0), totals.get("train/swarm_groups_total", 0)
+    merges = totals.get("merge/merges_total", 0)
+    is_alone = own and not others and not merges
+    learned = (
+        "its own answers"
+        if own and not others
+        else "its own answers and on those of peers, whose rewards it computed again"
+    )
+    return (
+        f"Trained by {'one node' if is_alone else f'a node of the swarm `{swarm_name}`'} with swarm-rl {__version__}: "
+        f"reinforcement learning on {learned}{', merged with adapters of peers' if merges else ''}."
+    )
+
+
+def _is_folder(setting: str, base: BaseName) -> bool:
+    """Whether policy.base is a folder other than one of the hub's cache, which the hub's name stands for."""
+    is_path = base_name(setting) != setting or Path(setting).expanduser().is_dir()
+    return is_path and setting not in BUNDLED_BASES and base.name == base_name(setting)
 
 
 def _table(facts: CardFacts) -> str:
@@ -162,6 +186,14 @@ def _use(facts: CardFacts) -> str:
         )
     if facts.is_bundled:
         return "Its base has no address of its own: `swarm export` writes base and adapter as one model."
+    if facts.base_is_folder:
+        name = PurePath(facts.base.name).name
+        return (
+            f"Its base is a folder with the name {name}, which no hub has. Write the path of your copy in place of PATH:\n\n"
+            "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+            f'base = AutoModelForCausalLM.from_pretrained("PATH/{name}")\n'
+            'model = PeftModel.from_pretrained(base, "this/repository")\n```'
+        )
     return (
         "```python\nfrom peft import AutoPeftModelForCausalLM\n\n"
         'model = AutoPeftModelForCausalLM.from_pretrained("this/repository")\n```'

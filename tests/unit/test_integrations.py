@@ -525,6 +525,44 @@ def test_card_tells_facts_and_the_licence(folder: NodeFolder) -> None:
         assert secret not in card
 
 
+@pytest.mark.parametrize(
+    ("totals", "told"),
+    [
+        ({"train/swarm_groups_total": 0}, "Trained by one node with swarm-rl"),
+        ({"train/swarm_groups_total": 0}, ": reinforcement learning on its own answers."),
+        ({"train/swarm_groups_total": 2}, "on its own answers and on those of peers, whose rewards it computed again."),
+        (
+            {"train/swarm_groups_total": 0, "merge/merges_total": 3},
+            "on its own answers, merged with adapters of peers.",
+        ),
+    ],
+)
+def test_card_claims_no_peers_where_there_were_none(folder: NodeFolder, totals: dict[str, int], told: str) -> None:
+    row = {"kind": "round", "round": 2, "train/own_groups_total": 7, **totals}
+    folder.metrics.write_text(json.dumps(row) + "\n")
+    config = pushing(folder, "http://127.0.0.1:1")
+    facts = trained_facts(
+        config, folder, form="adapter", base=BaseName("acme/base"), lineage="00", round=2, policy_version=2
+    )
+    assert told in model_card(facts)
+
+
+def test_card_of_an_adapter_names_the_folder_of_its_base(folder: NodeFolder, tmp_path: Path) -> None:
+    base = tmp_path / "tinyqwen"
+    base.mkdir()
+    config = pushing(folder, "http://127.0.0.1:1", **{"policy.base": json.dumps(str(base))})
+    cards = [
+        model_card(
+            trained_facts(config, folder, form="adapter", base=BaseName(name), lineage="00", round=2, policy_version=2)
+        )
+        for name in ("tinyqwen", "acme/base")  # the second: a folder of the hub's cache
+    ]
+    assert 'base = AutoModelForCausalLM.from_pretrained("PATH/tinyqwen")' in cards[0]
+    assert "PeftModel.from_pretrained(base," in cards[0] and "AutoPeft" not in cards[0]
+    assert str(tmp_path) not in cards[0]
+    assert 'AutoPeftModelForCausalLM.from_pretrained("this/repository")' in cards[1]
+
+
 def test_hub_that_refuses_is_asked_again_later_and_later(folder: NodeFolder, caplog: pytest.LogCaptureFixture) -> None:
     hub, clock = Hub(), Clock()
     hub.status = 403
