@@ -71,12 +71,17 @@ class CrashReports:
         faulthandler.enable(self.stacks)
 
     def write(self, why: str, error: BaseException | None = None) -> Path:
-        """Write one report and return its file. Raises OSError where it cannot be written."""
+        """Write one report and return its file. Raises OSError where it cannot be written, and leaves no part of it then."""
         path = self._path()
         text = "\n".join(plain(line, keep="\t") for line in self._lines(why, error))
         text = _PASSWORD_IN_ADDRESS.sub(r"\1…@", text)
-        with new_file(path) as file:
-            file.write(f"{text}\n".encode())
+        file = new_file(path)
+        try:
+            with file:
+                file.write(f"{text}\n".encode())
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         self._prune()
         return path
 

@@ -23,7 +23,7 @@ from swarm.network.commands.service import CommandService
 from swarm.network.transport import Transport
 from swarm.node.crash_report import crash_reports
 from swarm.observability.logging_setup import set_up_logging
-from swarm.observability.status_file import NodeStatus
+from swarm.observability.status_file import NodeStatus, StatusFile
 from swarm.records import identity as identities
 from swarm.records.identity import Identity, IdentityLock, Unlock, is_peer_id
 from swarm.sharing.index import EntryValidator
@@ -64,7 +64,7 @@ def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | Non
                 "which is not; add it on all machines, above all on the driver, or leave out --layers"
             )
         check_pipeline(config)
-        set_up_logging(folder.logs, config.observability.log_level)
+        set_up_logging(folder.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
         with crash_reports(folder):
             asyncio.run(StageProcess(config, folder, identity, layers=layers).run_until_signal())
 
@@ -108,6 +108,7 @@ class StageProcess:
         self._layers = layers
         self._stop = asyncio.Event()
         self._started_at = time.time()
+        self._status_file = StatusFile(folder.status)
         self._said = ""
         self._said_at = 0.0
 
@@ -187,10 +188,11 @@ class StageProcess:
         what, now = what or line, time.monotonic()
         if what != self._said or now - self._said_at > _SAY_INTERVAL_S:
             self._said, self._said_at = what, now
-            print(time.strftime("%H:%M:%S"), line, flush=True)
+            with contextlib.suppress(OSError):  # its output may go to a file on a full disk
+                print(time.strftime("%H:%M:%S"), line, flush=True)
 
     def _write_status(self, transport: Transport | None, phase: str) -> None:
-        NodeStatus(
+        status = NodeStatus(
             peer_id=self._identity.peer_id,
             peer_name=self._identity.peer_name,
             pid=os.getpid(),
@@ -199,7 +201,8 @@ class StageProcess:
             addresses=transport.addresses() if transport else (),
             written_at=time.time(),
             command="stage",
-        ).write(self._folder.status)
+        )
+        self._status_file.write(status)
 
 
 def _held(host: "StageHost") -> str:

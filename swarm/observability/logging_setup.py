@@ -9,6 +9,7 @@ logs/run-0007.log ────────────────┴─▶ reco
 
 import contextlib
 import logging
+import math
 import os
 import re
 import sys
@@ -56,10 +57,15 @@ def _indented(text: str) -> str:
 
 
 class _LogFile(RotatingFileHandler):
-    """Follows no link that somebody has put in its place."""
+    """Follows no link that somebody has put in its place. With its older part it may take all bytes that logs may take."""
 
     def _open(self) -> TextIO:
         return TextIOWrapper(open_to_append(Path(self.baseFilename)), encoding="utf-8", write_through=True)
+
+    def doRollover(self) -> None:
+        super().doRollover()
+        log = Path(self.baseFilename)
+        _remove_oldest([run for run in logs_of_runs(log.parent) if run != log], _MAX_RUNS, 0)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Leave out a record where the disk is full. Whoever noticed that says so on the terminal, which shows all records."""
@@ -76,13 +82,12 @@ def logs_of_runs(folder: Path) -> list[Path]:
 def set_up_logging(folder: Path, level: str, max_bytes: int = 0) -> Path:
     """Send records to stderr and to a new `run-NNNN.log` in `folder`. Returns that file.
 
-    At `max_bytes` (0: never) it becomes `run-NNNN.log.1` and begins anew; the logs of the last 16 runs are kept.
+    At `max_bytes` (0: never) it becomes `run-NNNN.log.1` and begins anew. The logs of the last 16 runs are kept, as long as all
+    logs together take at most twice `max_bytes`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     earlier = logs_of_runs(folder)
-    for old in earlier[: -(_MAX_RUNS - 1)]:
-        old.unlink(missing_ok=True)
-        old.with_name(f"{old.name}.1").unlink(missing_ok=True)
+    _remove_oldest(earlier, _MAX_RUNS - 1, max_bytes or math.inf)
     number = 1 + (int(earlier[-1].stem[4:]) if earlier else 0)
     path = folder / f"run-{number:04d}.log"
     to_file = _LogFile(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
@@ -97,6 +102,16 @@ def set_up_logging(folder: Path, level: str, max_bytes: int = 0) -> Path:
     for name in _NOISY:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     return path
+
+
+def _remove_oldest(runs: list[Path], num_kept: int, max_bytes: float) -> None:
+    """Keep the newest logs: those of `num_kept` runs, and of these at most `max_bytes`."""
+    num_bytes = 0
+    for number, log in enumerate(reversed(runs), start=1):
+        for part in (log, log.with_name(f"{log.name}.1")):
+            num_bytes += part.lstat().st_size if os.path.lexists(part) else 0
+            if number > num_kept or num_bytes > max_bytes:
+                part.unlink(missing_ok=True)
 
 
 def _terminal_handler() -> logging.Handler:

@@ -48,6 +48,8 @@ class MetricsLog:
         self._file = open_to_append(path)
         self._num_bytes = path.stat().st_size
         """Of whole lines."""
+        self._has_outgrown = False
+        """Whether the last attempt to begin a new file failed."""
         self.num_lost = 0
 
     def write(self, row: dict[str, Any]) -> None:
@@ -70,10 +72,23 @@ class MetricsLog:
         self._file.close()
 
     def _begin_anew(self) -> None:
-        self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        """Go on in a new file. Where none can be made, rows are appended to the old one, and the next row tries again."""
+        begun = self._path.with_name(f"{self._path.name}.new")
+        try:
+            file = open_to_append(begun)
+            try:
+                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+                begun.replace(self._path)
+            except OSError:
+                file.close()
+                raise
+        except OSError as error:
+            if not self._has_outgrown:
+                logger.error("%s grows beyond its bound, as no new file can be begun: %s", self._path, error)
+            self._has_outgrown = True
+            return
         self._file.close()
-        self._file = open_to_append(self._path)
-        self._num_bytes = 0
+        self._file, self._num_bytes, self._has_outgrown = file, 0, False
 
 
 def parse_row(line: bytes) -> dict[str, Any]:

@@ -7,6 +7,7 @@ status.json, the clock ─▶ judge ─▶ contributing · learning alone · pau
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shlex
@@ -20,6 +21,8 @@ from typing import Any
 from swarm.errors import NodeNotRunningError
 from swarm.machine.safe_files import read_json, replace_file
 from swarm.observability.plain_text import counted, for_how_long, plain
+
+logger = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 30.0
 """After so long without a new file the process is blocked, frozen or gone: it writes one every two seconds."""
@@ -104,6 +107,24 @@ class NodeStatus:
         return self.phase not in ("ended", "failed", _COPIED) and not (
             is_silent and _began_after(self.pid, self.started_at)
         )
+
+
+class StatusFile:
+    """The `status.json` of a process that goes on where its disk is full. An outage is logged once, until a write succeeds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_failing = False
+
+    def write(self, status: NodeStatus) -> None:
+        try:
+            status.write(self._path)
+        except OSError as error:
+            if not self._is_failing:
+                logger.error("the status is not written (%s): free disk space; the process goes on without it", error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
 
 
 def _began_after(pid: int, time_s: float) -> bool:

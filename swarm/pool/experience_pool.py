@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.config import SharingSection
+from swarm.errors import ConfigError
 from swarm.limits.weighted_sample import weighted_order
 from swarm.machine.safe_files import open_to_read
 from swarm.pool.success_levels import ANY_REWARD, SuccessLevel, has_success
@@ -318,7 +319,8 @@ def _within_shares(
 def _open(path: Path) -> sqlite3.Connection:
     """Open the pool, or move a damaged file aside and start an empty one: a pool is a cache, and the node must go on.
 
-    Raises OSError where the pool, or a file that SQLite keeps beside it, is a link or no regular file.
+    Raises OSError where the pool, or a file that SQLite keeps beside it, is a link or no regular file, and ConfigError as
+    `_connect` does: nothing is known of the content then, and the pool stays where it is.
     """
     for suffix in ("", *_BESIDE):
         with contextlib.suppress(FileNotFoundError), open_to_read(path.with_name(path.name + suffix)):
@@ -335,6 +337,19 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _connect(path: str) -> sqlite3.Connection:
+    """Raises DatabaseError for content that no pool has, and ConfigError where the disk is full or refuses the file."""
+    try:
+        return _checked(path)
+    except sqlite3.OperationalError as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # none for a text that is no UTF-8
+        if code & 0xFF == sqlite3.SQLITE_ERROR:  # such as a file format that SQLite does not know
+            raise
+        raise ConfigError(
+            f"a node's pool must be readable and writable, got {path}: {error}; free its disk, and check its permissions"
+        ) from None
+
+
+def _checked(path: str) -> sqlite3.Connection:
     db = sqlite3.connect(path, check_same_thread=False)
     try:
         _check_schema(db)

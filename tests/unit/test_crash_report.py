@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -90,6 +91,17 @@ def test_where_no_report_can_be_written_the_error_is_still_told(tmp_path: Path) 
         (tmp_path / "logs").rmdir()
         tmp_path.rmdir()
         raise KeyError("x")
+
+
+def test_no_part_of_a_report_is_left_where_the_disk_is_full(tmp_path: Path, reports: CrashReports) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(OSError):
+            reports.write("it broke")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.glob("crash-*.txt"))
 
 
 def test_a_fault_of_an_earlier_process_becomes_a_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

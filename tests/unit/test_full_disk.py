@@ -1,5 +1,6 @@
 """A disk that takes nothing more, and bounds that keep it from coming to that. Limits of this process, no root needed."""
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -7,27 +8,36 @@ import random
 import resource
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from swarm.adapters.checkpoint import CheckpointWriter
+from swarm.cli.swarm import bootstrap
 from swarm.config import SharingSection, parse
-from swarm.errors import CheckpointError
+from swarm.errors import CheckpointError, ConfigError
+from swarm.machine import stop_signals
 from swarm.machine.node_folder import NodeFolder
+from swarm.network.memory.transport import NO_FAULTS, MemoryNetwork, MemoryTransport
+from swarm.node import stage_process
 from swarm.node.controls import NodeControls
 from swarm.node.report import NodeReport
+from swarm.node.stage_process import StageProcess
 from swarm.node.training_loop import TrainingRun
 from swarm.node.watchdog import Watchdog
-from swarm.observability.logging_setup import set_up_logging
-from swarm.observability.metrics import MetricsLog, read_rows
+from swarm.observability import metrics
+from swarm.observability.logging_setup import logs_of_runs, set_up_logging
+from swarm.observability.metrics import MetricsLog, last_rows, read_rows
+from swarm.observability.status_file import read_status
 from swarm.pool import experience_pool
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
 from swarm.sharing.reputation import Reputation
 from swarm.sharing.totals import SharingPause
+from swarm.silo import silo_transport
 from tests.unit.experience_factory import NOW, Clock, group
 
 
@@ -84,14 +94,46 @@ def test_metrics_begin_anew_at_their_bound(tmp_path: Path) -> None:
     assert [row["round"] for row in read_rows(path)][-2:] == [499, 500]
 
 
-def test_logs_are_bounded_in_size_and_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
+def test_where_no_new_metrics_file_can_be_begun_rows_go_on_into_the_old_one(
+    error: type[OSError], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, max_bytes=100)
+
+    def refuse(*of: object) -> None:
+        raise error("refused")
+
+    with monkeypatch.context() as failing:
+        if error is PermissionError:
+            failing.setattr(metrics, "open_to_append", refuse)
+        else:
+            failing.setattr(Path, "replace", refuse)
+        for number in range(20):
+            log.write({"round": number})
+    assert log.num_lost == 0 and [row["round"] for row in read_rows(path)] == list(range(20))
+    assert caplog.text.count("grows beyond its bound") == 1
+    log.write({"round": 20})
+    assert [row["round"] for row in last_rows(path)] == list(range(21))
+    assert [row["round"] for row in read_rows(path)] == [20]
+
+
+def test_logs_are_bounded_in_number(tmp_path: Path) -> None:
     for _ in range(20):
-        path = set_up_logging(tmp_path, "info", max_bytes=2000)
-        for number in range(100):
-            logging.getLogger("swarm.test").info("line %d", number)
+        path = set_up_logging(tmp_path, "info", max_bytes=100_000)
+        logging.getLogger("swarm.test").info("a line")
     assert path.name == "run-0020.log"
-    assert len(list(tmp_path.glob("run-*.log"))) == 16
-    assert max(p.stat().st_size for p in tmp_path.iterdir()) <= 2000
+    assert [log.name for log in logs_of_runs(tmp_path)] == [f"run-{number:04d}.log" for number in range(5, 21)]
+
+
+def test_logs_of_all_runs_together_are_bounded_in_bytes(tmp_path: Path) -> None:
+    for run in range(1, 7):
+        path = set_up_logging(tmp_path, "info", max_bytes=2000)
+        assert run == 1 or len(list(tmp_path.iterdir())) >= 2, "what the run before said last is kept"
+        for number in range(10 * run**2):
+            logging.getLogger("swarm.test").info("line %d", number)
+            assert sum(log.stat().st_size for log in tmp_path.iterdir()) <= 4000
+    assert sorted(log.name for log in tmp_path.iterdir()) == [path.name, f"{path.name}.1"]
 
 
 def test_the_pool_is_bounded_in_bytes_and_the_oldest_groups_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +159,18 @@ def test_a_full_disk_costs_groups_of_others_and_not_the_node(tmp_path: Path) -> 
     assert len(pool.draw(1, random.Random(0))) == 1
 
 
+def test_a_full_disk_at_the_start_leaves_the_pool_where_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "pool.sqlite"
+    pool = ExperiencePool(path, SharingSection(), Clock())
+    pool.add(b"a" * 32, NOW + 600, NOW, [group()])
+    pool.close()
+    refused = pytest.raises(ConfigError, match=r"got .*pool\.sqlite: .*; free its disk, and check its permissions")
+    with no_file_grows_beyond(1000), refused:
+        ExperiencePool(path, SharingSection(), Clock())
+    assert not path.with_name("pool.sqlite.damaged").exists()
+    assert ExperiencePool(path, SharingSection(), Clock()).num_fresh() == 1
+
+
 def test_a_pool_does_not_grow_beyond_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experience_pool, "_MAX_FILE_BYTES", 100_000)
     pool = ExperiencePool(tmp_path / "pool.sqlite", SharingSection(), Clock())
@@ -138,6 +192,66 @@ def test_reputation_on_a_full_disk_keeps_the_file_of_before(tmp_path: Path) -> N
     with no_file_grows_beyond(100), pytest.raises(OSError):
         reputation.save()
     assert json.loads(path.read_text()) == {}
+
+
+Running = tuple[Awaitable[None], Callable[[], None]]
+"""A process as a coroutine, and what stops it."""
+
+
+def running_bootstrap(folder: NodeFolder, transport: MemoryTransport, patch: pytest.MonkeyPatch) -> Running:
+    stops: list[Callable[[], None]] = []
+    patch.setattr(silo_transport, "node_transport", lambda *_, **__: transport)
+    patch.setattr(stop_signals, "obey_stop_signals", stops.append)
+    patch.setattr(bootstrap, "_STATUS_INTERVAL_S", 0.01)
+    start = bootstrap.BootstrapStart.of(folder, {"network.gossip": "off"}, None, None)
+    return bootstrap._serve(start, folder, Identity(b"n" * 32)), lambda: stops[0]()
+
+
+def running_stage(folder: NodeFolder, transport: MemoryTransport, patch: pytest.MonkeyPatch) -> Running:
+    patch.setattr(stage_process, "node_transport", lambda *_, **__: transport)
+    patch.setattr(stage_process, "_STATUS_INTERVAL_S", 0.01)
+    held = SimpleNamespace(parts=(), versions=(), num_copies=0)
+    host = SimpleNamespace(carry_out=None, carry_out_relayed=None, max_payload_bytes=None, status=lambda: held)
+    process = StageProcess(parse({"node": {"dir": str(folder.path)}}), folder, Identity(b"n" * 32), layers=None)
+    return process._serve(host), process._stop.set  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [running_bootstrap, running_stage])
+async def test_a_full_disk_ends_no_bootstrap_peer_and_no_stage(
+    make: Callable[..., Running],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],  # keeps output in memory, which the limit spares
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = NodeFolder(tmp_path / "n")
+    folder.create()
+    transport = MemoryTransport(MemoryNetwork(random.Random(0), time.time, NO_FAULTS), Identity(b"n" * 32).peer_id)
+    work, stop = make(folder, transport, monkeypatch)
+    running = asyncio.ensure_future(work)
+
+    async def until(is_true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not is_true():
+                assert not running.done(), running
+                await asyncio.sleep(0.01)
+
+    def num_outages() -> int:
+        return caplog.text.count("free disk space; the process goes on without it")
+
+    await until(folder.status.exists)
+    for outage in (1, 2):
+        with no_file_grows_beyond(10):
+            await until(lambda number=outage: num_outages() == number)
+            await asyncio.sleep(0.1)  # it goes on, and fails to write several times
+            assert num_outages() == outage and not running.done()
+            if outage == 2:
+                stop()
+                await asyncio.wait_for(running, 20)
+        written_at = read_status(folder.status).written_at
+        if outage == 1:
+            await until(lambda before=written_at: read_status(folder.status).written_at > before)
+    assert num_outages() == 2 and read_status(folder.status).phase == "serving"
 
 
 class RefusingLearner:

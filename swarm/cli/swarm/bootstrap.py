@@ -286,7 +286,7 @@ async def _serve(start: BootstrapStart, files: "NodeFolder", identity: "Identity
     from swarm.network.context import NodeContext
     from swarm.observability.http_server import HttpServer
     from swarm.observability.metrics import Metrics
-    from swarm.observability.status_file import NodeStatus
+    from swarm.observability.status_file import NodeStatus, StatusFile
     from swarm.sharing.header_relay import HeaderRelay
     from swarm.sharing.index import EntryValidator
     from swarm.silo.silo_transport import node_transport
@@ -297,14 +297,15 @@ async def _serve(start: BootstrapStart, files: "NodeFolder", identity: "Identity
     assert transport is not None, "the network of a bootstrap peer is on"
     relay = HeaderRelay(config.sharing, NodeContext.of(identity, config.swarm_id, transport))
     http = HttpServer(config.observability, metrics, lambda: {"phase": "serving"})
-    started_at = time.time()
+    started_at, status_file = time.time(), StatusFile(files.status)
 
     def write_status(phase: str, num_connected: int | None = None) -> None:
-        NodeStatus(
+        status = NodeStatus(
             peer_id=identity.peer_id, peer_name=identity.peer_name, pid=os.getpid(), started_at=started_at, phase=phase,
             http_port=http.port, addresses=transport.addresses(), written_at=time.time(),
             command="bootstrap", num_connected=num_connected,
-        ).write(files.status)  # fmt: skip
+        )  # fmt: skip
+        status_file.write(status)
 
     await transport.start()
     await http.start()
