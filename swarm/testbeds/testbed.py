@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -302,6 +303,8 @@ def run_and_report(folder: Path, request: PlanRequest, console: Console, max_min
     write_summary(summaries, folder / "summary.json")
     console.print(learning_table(summaries), source_table(summaries), exchange_table(summaries))
     console.print(conclusion(summaries), highlight=False)
+    if told := why_none_shared(testbed.plans, views):
+        console.print(told, highlight=False)
     plot_testbed(views, folder / "progress.png")
     console.print(f"plot: {folder / 'progress.png'}", highlight=False, soft_wrap=True)
     if failed := [view for view in views if view.state not in ("done", "stopped")]:
@@ -309,6 +312,22 @@ def run_and_report(folder: Path, request: PlanRequest, console: Console, max_min
         raise SwarmError(
             f"{counted(len(failed), 'node')} of {len(views)} failed: {told}; logs are in {folder}/node-*/logs"
         )
+
+
+def why_none_shared(plans: Sequence[NodePlan], views: Sequence[NodeView]) -> str:
+    """A line for a run in which nodes were to share, and no two of them trained at the same time; empty for any other."""
+    shares = all(plan.config.sharing.swarm_groups for plan in plans)
+    if not shares or any(view.history.last_round.get("train/swarm_groups_total") for view in views):
+        return ""
+    trained = sorted((view for view in views if view.history.rounds), key=lambda view: view.history.rounds[0]["time_s"])
+    pairs = list(pairwise(trained))
+    if not pairs or any(one.history.rounds[-1]["time_s"] > other.history.rounds[0]["time_s"] for one, other in pairs):
+        return ""
+    (one, other), *_ = pairs
+    return (
+        f"no node learned from another: {one.name} had made its last round before {other.name} made its first; give more "
+        "rounds (--rounds)"
+    )
 
 
 @contextlib.contextmanager

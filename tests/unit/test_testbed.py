@@ -26,7 +26,7 @@ from swarm.report.plot import plot_testbed, running_minutes
 from swarm.report.summary import conclusion, exchange_table, learning_table, source_table, summarize
 from swarm.testbeds.comparison import ARMS, ArmResult, Comparison, comparison_table, plot_comparison
 from swarm.testbeds.profiles import MERGING, NodePlan, PlanRequest, final_merge_time, plan_nodes
-from swarm.testbeds.testbed import LOCK_FILE, NodeProcess, exclusive, stop_all
+from swarm.testbeds.testbed import LOCK_FILE, NodeProcess, exclusive, stop_all, why_none_shared
 from swarm.testbeds.testbed import Testbed as LocalSwarm
 from tests.unit.fake_node import end_row, evaluation_row, round_row
 
@@ -378,6 +378,34 @@ class TestSummary:
     def test_plot_is_a_png(self, view: NodeView, tmp_path: Path) -> None:
         plot_testbed([view], tmp_path / "progress.png")
         assert (tmp_path / "progress.png").read_bytes().startswith(PNG)
+
+    @pytest.mark.parametrize(
+        ("second_starts_s", "swarm_groups", "overrides", "told"),
+        [
+            (
+                60.0,
+                0,
+                {},
+                "no node learned from another: node-1 had made its last round before node-2 made its first; give more",
+            ),
+            (60.0, 5, {}, ""),
+            (5.0, 0, {}, ""),  # they met, so something else is wrong
+            (60.0, 0, {"sharing.swarm_groups": "0"}, ""),
+        ],
+    )
+    def test_nodes_that_never_met_are_told(
+        self, tmp_path: Path, second_starts_s: float, swarm_groups: int, overrides: dict[str, str], told: str
+    ) -> None:
+        plans = plan_nodes(tmp_path, PlanRequest(num_nodes=2, num_rounds=15, overrides=overrides))
+        views = []
+        for plan, start_s in zip(plans, (0.0, second_starts_s), strict=True):
+            plan.folder.mkdir()
+            rows = [
+                round_row(n, 0.5, **{"time_s": start_s + n, "train/swarm_groups_total": swarm_groups}) for n in (1, 15)
+            ]
+            views.append(NodeView(plan.name, plan.label, 15, "done", history(plan.folder, *rows)))
+        assert why_none_shared(plans, views).startswith(told) and bool(told) == bool(why_none_shared(plans, views))
+        assert not why_none_shared(plans[:1], views[:1])
 
     def test_pauses_between_two_runs_are_left_out_of_the_plot(self) -> None:
         assert running_minutes([60.0, 30.0, 3600.0, 3630.0]) == {30.0: 0.0, 60.0: 0.5, 3600.0: 0.5, 3630.0: 1.0}
