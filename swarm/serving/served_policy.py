@@ -47,11 +47,16 @@ class ServedPolicy:
         await self.service.stop()
 
     async def follow(self) -> None:
-        """Take newer checkpoints as the node writes them, until cancelled. Answers under way end with the weights they have."""
+        """Take newer checkpoints as the node writes them, until cancelled. Answers under way end with the weights they have.
+
+        A checkpoint that turns out to be damaged is tried once.
+        """
+        tried = self.round
         while True:
             await asyncio.sleep(_RELOAD_INTERVAL_S)
             newest = await asyncio.to_thread(newest_round, self.config)
-            if newest is not None and newest != self.round:
+            if newest is not None and newest != tried:
+                tried = newest
                 self.service.between_answers(self._reload)
 
     def _reload(self) -> None:

@@ -409,6 +409,38 @@ async def test_a_newer_checkpoint_is_taken_between_answers(
         write_adapter(policy.model, before)
 
 
+async def test_a_damaged_checkpoint_is_tried_once_and_the_next_one_is_taken(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading the newest gives the one before, or an error, for as long as the newest is damaged."""
+    newest, looks, loads = 9, 0, list[int]()
+
+    def look(config: Config) -> int:
+        nonlocal looks
+        looks += 1
+        return newest
+
+    def load(policy: Policy, config: Config) -> int:
+        loads.append(newest)
+        return 10 if newest == 10 else 3
+
+    monkeypatch.setattr(served_policy, "_RELOAD_INTERVAL_S", 0.01)
+    monkeypatch.setattr(served_policy, "newest_round", look)
+    monkeypatch.setattr(served_policy, "load_newest_into", load)
+    async with rig() as running:
+        following = asyncio.create_task(running.served.follow())
+        async with asyncio.timeout(20):
+            while looks < 10:
+                await asyncio.sleep(0.01)
+            await running.idle()
+            assert loads == [9] and running.served.round == 3
+            newest = 10
+            while running.served.round != 10:
+                await asyncio.sleep(0.01)
+        following.cancel()
+    assert loads == [9, 10]
+
+
 async def test_conversations_begin_as_the_tasks_did_unless_they_say_otherwise(rig: Any, policy: Policy) -> None:
     async with rig(
         tasks={"sources": [{"kind": "reasoning_gym", "name": "chain_sum", "system": "Be brief."}]}
