@@ -1,8 +1,11 @@
 """The history of one node, read from its metrics.jsonl while the file grows, over restarts of the node.
 
+When the node begins a new file, the older one ends in `.1`. That one is read first, as far as the bound leaves room for it.
+
 The file may come from somebody else, so time and memory are linear in its bytes, and these are bounded.
 """
 
+import contextlib
 import os
 from collections import Counter
 from pathlib import Path
@@ -13,7 +16,7 @@ from swarm.observability.metrics import parse_row
 
 MetricsRow = dict[str, Any]
 MAX_BYTES = 64 << 20
-"""That are read of one file at once, the newest; some 40,000 rounds."""
+"""That are read at once, the newest; some 40,000 rounds."""
 MAX_ROW_BYTES = 1 << 20
 """A longer row is left out; nodes write a few thousand bytes."""
 MAX_REASONS = 256
@@ -46,6 +49,8 @@ class NodeHistory:
         self._path = path
         self._max_bytes = max_bytes
         self._offset = 0
+        self._inode: int | None = None
+        """Of the file that was read up to `_offset`."""
         self._forget()
 
     def _forget(self) -> None:
@@ -73,38 +78,52 @@ class NodeHistory:
         """
         try:
             with open_to_read(self._path) as file:
-                size = file.seek(0, os.SEEK_END)
-                if size < self._offset:  # a restart has cut off a torn line, or begun a new file
-                    self._offset = 0
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:  # a new file, or a torn line cut off
+                    self._inode, self._offset = status.st_ino, 0
                     self._forget()
-                if size - self._offset > self._max_bytes:  # of a longer file only the end is read
-                    self._offset = size - self._max_bytes
-                    file.seek(self._offset)
-                    self._offset += _pass_line(file)
-                self._read(file, size)
+                    self._read_older(self._max_bytes - status.st_size)
+                self._offset = self._read(file, self._offset, status.st_size, self._max_bytes)
         except FileNotFoundError:
             return
 
-    def _read(self, file: IO[bytes], size: int) -> None:
-        """All whole rows up to `size`."""
-        file.seek(self._offset)
-        while self._offset < size:
+    def _read_older(self, max_bytes: int) -> None:
+        """Read the end of the file before the present one, if there is one."""
+        with contextlib.suppress(FileNotFoundError), open_to_read(self._path.with_name(f"{self._path.name}.1")) as file:
+            status = os.fstat(file.fileno())
+            if max_bytes > 0 and status.st_ino != self._inode:  # else the node has begun a new file just now
+                self._read(file, 0, status.st_size, max_bytes)
+
+    def _read(self, file: IO[bytes], start: int, size: int, max_bytes: int) -> int:
+        """Read the whole rows between `start` and `size`, of more than `max_bytes` the last ones. Returns where that ended."""
+        if size - start > max_bytes:
+            start = size - max_bytes
+            file.seek(start)
+            start += _pass_line(file)
+        file.seek(start)
+        while start < size:
             line = file.readline(MAX_ROW_BYTES)
             num_bytes = len(line)
             if not line.endswith(b"\n"):
                 if num_bytes < MAX_ROW_BYTES:
-                    return  # still being written
+                    return start  # still being written
                 num_bytes += _pass_line(file)
                 line = b""
-            self._offset += num_bytes
+            start += num_bytes
             try:
                 self._add(parse_row(line))
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue  # damaged, too long, or not written by a node: that row is lost
+        return start
 
     @property
     def round(self) -> int:
         return self.rounds[-1]["round"] if self.rounds else 0
+
+    @property
+    def first_round(self) -> int:
+        """The round of the first row that was read. It is above 1 where earlier rows are no longer there, or were too many."""
+        return self.rounds[0]["round"] if self.rounds else 0
 
     @property
     def evaluations(self) -> list[MetricsRow]:

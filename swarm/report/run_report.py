@@ -177,8 +177,19 @@ def _introduction(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if len(runs) > 1:
             parts.append(f"<h2>{_text(run.name)}</h2>")
-        parts += [f"<p>{_text(text)}</p>" for text in story(run)]
+        parts += [f"<p>{_text(text)}</p>" for text in (*story(run), *_missing(run))]
     return parts
+
+
+def _missing(run: Run) -> list[str]:
+    """Which rounds the report does not cover, as rows before them are no longer there or were not read."""
+    return [
+        f"The report covers {node.name} from round {node.history.first_round:,} on: where it speaks of the first rounds, of the "
+        "duration or of the state before training, it means those rounds. Earlier ones are no longer in metrics.jsonl and "
+        "metrics.jsonl.1, or are more than a report reads."
+        for node in run.nodes
+        if node.history.first_round > 1
+    ]
 
 
 def _beside(runs: Sequence[Run]) -> list[str]:

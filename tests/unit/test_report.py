@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from swarm.errors import ConfigError, NodeNotRunningError
+from swarm.observability.metrics import MetricsLog
+from swarm.report.node_history import NodeHistory
 from swarm.report.run_report import write_report
 from swarm.report.summary import last_words
 from swarm.report.svg_curves import Curve, smooth, svg_curves, ticks
@@ -141,6 +143,34 @@ def test_the_first_and_the_last_rounds_of_a_story_do_not_overlap(
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_report([tmp_path / "run"], tmp_path / "report.html")
     assert told in text_of(tmp_path / "report.html")
+
+
+def test_a_history_begins_in_the_file_before_the_present_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    read, line_bytes = NodeHistory(path), len(json.dumps({"kind": "round", "round": 10})) + 1
+    log = MetricsLog(path, max_bytes=10 * line_bytes)
+    for number in range(10, 45):
+        log.write({"kind": "round", "round": number})
+        read.refresh()
+        rounds = [row["round"] for row in read.rounds]
+        assert rounds == list(range(rounds[0], number + 1)), "no round is lost or read twice where a new file is begun"
+        assert rounds[0] == read.first_round == max(10, 10 * (number // 10 - 1)) and read.num_undone == 0
+    bounded = NodeHistory(path, max_bytes=12 * line_bytes + 1)
+    bounded.refresh()
+    assert [row["round"] for row in bounded.rounds] == list(range(33, 45)), "the bound is that of both files together"
+
+
+def test_a_report_that_lacks_the_first_rounds_says_so(tmp_path: Path) -> None:
+    folder = node_folder(tmp_path / "lab", 20)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl.1").write_text("".join(lines[:8]))
+    (folder / "metrics.jsonl").write_text("".join(lines[8:]))
+    write_report([folder], tmp_path / "report.html")
+    assert "The report covers" not in (tmp_path / "report.html").read_text()
+    (folder / "metrics.jsonl.1").unlink()
+    write_report([folder], tmp_path / "report.html")
+    first = next(row["round"] for row in map(json.loads, lines[8:]) if row["kind"] == "round")
+    assert f"The report covers lab from round {first} on" in (tmp_path / "report.html").read_text()
 
 
 def test_a_night_in_which_a_node_stood_still_is_told(tmp_path: Path) -> None:
