@@ -7,6 +7,7 @@ import logging
 import random
 import resource
 import sqlite3
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ from swarm.records.identity import Identity
 from swarm.sharing.reputation import Reputation
 from swarm.sharing.totals import SharingPause
 from swarm.silo import silo_transport
+from swarm.testbeds import testbed
+from swarm.testbeds.testbed import NodeProcess
 from tests.unit.experience_factory import NOW, Clock, group
 
 
@@ -134,6 +137,18 @@ def test_logs_of_all_runs_together_are_bounded_in_bytes(tmp_path: Path) -> None:
             logging.getLogger("swarm.test").info("line %d", number)
             assert sum(log.stat().st_size for log in tmp_path.iterdir()) <= 4000
     assert sorted(log.name for log in tmp_path.iterdir()) == [path.name, f"{path.name}.1"]
+
+
+def test_of_what_a_process_prints_over_many_starts_two_files_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(testbed, "_MAX_TERMINAL_BYTES", 1000)
+    for number in range(8):
+        process = NodeProcess(tmp_path, [sys.executable, "-c", f"print('x' * 599, {number}); exit(1)"])
+        process.wait(time.monotonic() + 20)
+        assert process.cause_of_death() == f"{'x' * 599} {number}"
+    kept = [(tmp_path / name).read_text().split("x" * 599)[1:] for name in ("terminal.log.1", "terminal.log")]
+    assert kept == [[" 4\n", " 5\n"], [" 6\n", " 7\n"]]
 
 
 def test_the_pool_is_bounded_in_bytes_and_the_oldest_groups_go(monkeypatch: pytest.MonkeyPatch) -> None:
