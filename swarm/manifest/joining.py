@@ -19,7 +19,6 @@ from swarm.config import (
     LOCAL_SETTINGS,
     Config,
     Origin,
-    RewardSignalSection,
     TaskSourceSection,
     TasksSection,
     merge,
@@ -66,8 +65,11 @@ def compose(
 
     `task_files` holds paths of JSONL files and data sets by the name of their task, `reward_files` files of reward
     functions, which are known by their content. `origin` says where a user's setting comes from.
-    Raises ConfigError where the user contradicts the manifest, TaskError where a file is missing or differs.
+    Raises ConfigError where the user contradicts the manifest or gives no base where it names none, TaskError where a
+    file is missing or differs.
     """
+    if lacking := missing_base(manifest, user):
+        raise ConfigError("; ".join([lacking, *missing_files(manifest, task_files, reward_files)]))
     own = merge(merge(defaults, advice(manifest)), user)
     decided = decisions(manifest, task_files, reward_files)
     own_peers = _get(user, "network", "initial_peers")
@@ -110,13 +112,29 @@ def needs_lineage(manifest: Manifest, config: Config) -> bool:
     return bool(manifest.lineages) and config.policy.base not in _revisions_by_base(manifest)
 
 
-def check_lineage(manifest: Manifest, config: Config, hash_cache: Path | None = None) -> None:
-    """Load the policy and compare its lineage. Takes as long as starting a node. Raises PolicyError or ManifestError."""
+def lineage_of(config: Config) -> Lineage:
+    """Load the policy for its lineage. Takes as long as starting a node. Raises PolicyError, TaskError, MemoryBudgetError."""
     from swarm.policy.policy import load_policy  # torch
     from swarm.warm_start.start_digest import start_digest
 
-    policy = load_policy(config.policy, device=config.node.device, hash_cache=hash_cache, start=start_digest(config))
-    check_allowed(manifest, config, policy.lineage)
+    return load_policy(config.policy, device=config.node.device, start=start_digest(config)).lineage
+
+
+def check_lineage(manifest: Manifest, config: Config) -> None:
+    """Raise ManifestError where the lineage of the policy is not allowed. Raises and takes time as `lineage_of`."""
+    check_allowed(manifest, config, lineage_of(config))
+
+
+def without_downloads(config: Config) -> Config | None:
+    """Return the configuration with the folder of its base, for `lineage_of`; None where that has something to download."""
+    from swarm.policy.base_folder import base_at_hand
+
+    folder = base_at_hand(config.policy.base, config.policy.revision)
+    if folder is None or config.warm_start.steps or config.warm_start.adapter_hub:  # examples may be of a hub
+        return None
+    return config.model_copy(
+        update={"policy": config.policy.model_copy(update={"base": str(folder.absolute()), "revision": None})}
+    )
 
 
 def check_allowed(manifest: Manifest, config: Config, lineage: Lineage) -> None:
@@ -124,18 +142,24 @@ def check_allowed(manifest: Manifest, config: Config, lineage: Lineage) -> None:
     if not any(map(lineage.has_name, manifest.lineages)):
         raise ManifestError(
             f"the policy must be of a lineage that {manifest.name} allows, got {lineage.policy} of {config.policy.base}; "
-            f"set policy.base to one of {', '.join(manifest.bases) or 'its lineages'}, and policy.lora as the founder says"
+            f"set policy.base to {_allowed_names(manifest)}, and policy.lora as the founder says"
         )
+
+
+def _allowed_names(manifest: Manifest) -> str:
+    return f"one of {', '.join(manifest.bases)}" if manifest.bases else "the base that the founder sent or named"
 
 
 def check_base_at_hand(config: Config) -> None:
     """Raise PolicyError for a base to download: a node of a silo contacts only its peers, and no model hub."""
-    from swarm.policy.base_folder import base_at_hand
+    from swarm.policy.base_folder import base_at_hand, names_folder
 
-    if base_at_hand(config.policy.base, config.policy.revision) is None:
+    base, revision = config.policy.base, config.policy.revision
+    if base_at_hand(base, revision) is None:
+        fetch = f"fetch it before with `hf download {base}{f' --revision {revision}' if revision else ''}`"
         raise PolicyError(
-            f"policy.base must be at hand in a silo, which downloads nothing, got {config.policy.base}; fetch it first "
-            f"with `hf download {config.policy.base}`, or set policy.base to a folder"
+            f"policy.base must be at hand in a silo, which downloads nothing, got {base}; "
+            + ("set it to the folder that the owner sent" if names_folder(base, revision) else fetch)
         )
 
 
@@ -205,6 +229,8 @@ def decisions(
         raise ConfigError(
             f"--task-file must name a jsonl or dataset task of {manifest.name}, got {unknown[0]!r}; see the manifest"
         )
+    if missing := missing_files(manifest, task_files, reward_paths):
+        raise TaskError("; ".join(missing))
     owner = {"silo_owner": manifest.founder} if manifest.silo else {}
     return {
         "swarm": {"name": manifest.name, "id": manifest.id} | owner,
@@ -222,6 +248,31 @@ def decisions(
     }
 
 
+def missing_base(manifest: Manifest, user: Settings) -> str:
+    """Return what to do where the manifest lists lineages and no base, and the user gave no base; else nothing."""
+    if manifest.bases or not manifest.lineages or _get(user, "policy", "base"):
+        return ""
+    return "this swarm names no base: give --policy.base, as the founder says"
+
+
+def missing_files(manifest: Manifest, task_files: Mapping[str, Path], reward_paths: Sequence[Path]) -> list[str]:
+    """Return which files the manifest names by content and the user did not give, one line each. Raises TaskError."""
+    rewards = set(map(file_sha256, reward_paths))
+    lines: list[str] = []
+    for task in manifest.tasks:
+        name = task.source_name
+        if task.sha256 and not task.hub and name not in task_files:
+            what = "the data set whose tasks have" if task.kind == "dataset" else "a file with"
+            lines.append(f"task {name} needs {what} SHA-256 {task.sha256}; give --task-file {name}=PATH")
+        for signal in (one for one in task.signals if one.sha256 is not None and one.sha256 not in rewards):
+            file, _, function = signal.function.rpartition(":")
+            lines.append(
+                f"task {name} needs {file} with SHA-256 {signal.sha256} for its reward function {function}; get the file "
+                f"from the founder, read what it does, and give --reward-file PATH/{file}"
+            )
+    return lines
+
+
 def advice(manifest: Manifest) -> dict[str, dict[str, Any]]:
     """Return {section: {setting: value}} that the manifest sets for members who do not: none whose partners are strangers."""
     return {"merging": {"enabled": True}} if manifest.merging and manifest.silo else {}
@@ -231,31 +282,18 @@ def _source(task: ManifestTask, path: Path | None, reward_files: Mapping[str, Pa
     source = task.model_dump(exclude={"sha256"})
     for facts, signal in zip(source["signals"], task.signals, strict=True):
         if signal.sha256 is not None:
-            facts["function"] = _in_place(task, signal, reward_files.get(signal.sha256))
+            facts["function"] = f"{reward_files[signal.sha256].resolve()}:{signal.function.rpartition(':')[2]}"
     if not task.sha256:
         return source
     name = task.source_name
     if task.kind == "dataset" and (path is not None or task.hub):  # its content is compared when the source is built
         return source | {"sha256": task.sha256} | ({} if path is None else {"path": str(path.resolve())})
-    if path is None:
-        what = "the data set whose tasks have" if task.kind == "dataset" else "a file with"
-        raise TaskError(f"task {name} needs {what} SHA-256 {task.sha256}; give --task-file {name}=PATH")
+    assert path is not None, "`decisions` has looked for missing files"
     if (found := file_sha256(path)) != task.sha256:
         raise TaskError(
             f"the file of task {name} must have SHA-256 {task.sha256}, got {found} of {path}; ask the founder"
         )
     return source | {"path": str(path.resolve())}
-
-
-def _in_place(task: ManifestTask, signal: RewardSignalSection, path: Path | None) -> str:
-    """Return the function with the path of this machine's copy of its file."""
-    if path is None:
-        file, _, name = signal.function.rpartition(":")
-        raise TaskError(
-            f"task {task.source_name} needs {file} with SHA-256 {signal.sha256} for its reward function {name}; get the file "
-            f"from the founder, read what it does, and give --reward-file PATH/{file}"
-        )
-    return f"{path.resolve()}:{signal.function.rpartition(':')[2]}"
 
 
 def _check_agreement(
@@ -292,7 +330,7 @@ def _with_base(manifest: Manifest, user: Settings, config: Config, origin: Origi
     if is_folder and _get(user, "policy", "base") is None:
         raise ConfigError(
             f"a base of the manifest of {manifest.name} must come from the hub, got {config.policy.base}, which is a folder "
-            "here; set policy.base yourself to use that, or start from another folder"
+            f"here; give --policy.base {config.policy.base} to use that, or start from another folder"
         )
     if not allowed or config.policy.base not in allowed:
         if allowed and not manifest.lineages:

@@ -239,12 +239,13 @@ def create(identity: Identity, name: str, protocol: int, now: float, **content: 
         "founder": identity.peer_id,
         "created_at": datetime.fromtimestamp(int(now), UTC),
     }
-    return _validated(facts | content)
+    return _validated(facts | content, "correct what you gave")
 
 
 def changed(manifest: Manifest, **content: Any) -> Manifest:
     """Return the next edition. Raises ManifestError for invalid content."""
-    return _validated(_content(manifest) | content | {"edition": manifest.edition + 1})
+    content = _content(manifest) | content | {"edition": manifest.edition + 1}
+    return _validated(content, "correct what you gave")
 
 
 def dump(manifest: Manifest, identity: Identity) -> str:
@@ -394,7 +395,7 @@ def _canonical(value: Any, depth: int = 0) -> Any:
     )
 
 
-def _validated(content: Mapping[str, Any]) -> Manifest:
+def _validated(content: Mapping[str, Any], fix: str = "ask its founder to correct it") -> Manifest:
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
@@ -402,7 +403,7 @@ def _validated(content: Mapping[str, Any]) -> Manifest:
         key = ".".join(str(part) for part in first["loc"])
         rule = first["msg"].removeprefix("Value error, ")
         where = f"{shown(key)}: " if key else ""
-        raise ManifestError(f"a manifest must be valid, got {where}{rule}; ask its founder to correct it") from None
+        raise ManifestError(f"a manifest must be valid, got {where}{rule}; {fix}") from None
 
 
 def shown(value: object) -> str:

@@ -17,6 +17,8 @@ from swarm.manifest.joining import (
     choose,
     compose,
     decisions,
+    missing_base,
+    missing_files,
     needs_lineage,
 )
 from swarm.manifest.manifest import Manifest
@@ -65,6 +67,12 @@ class Newcomer:
         decided = Layer("manifest", decisions(self.manifest, tasks, rewards))
         layers = [Layer("hardware", defaults), Layer("manifest", advice(self.manifest)), *self.user, decided]
         return config, adjusted(origin_in(layers), resolve(layers), config, "manifest")
+
+    def missing(self) -> list[str]:
+        """What the user must still give: base, task files and reward files. Raises TaskError for an unreadable file."""
+        base = missing_base(self.manifest, merged(self.user))
+        files = missing_files(self.manifest, self.own_files.tasks, self.own_files.rewards)
+        return [base, *files] if base else files
 
     def check_folder(self, config: Config, *, is_new: bool = False) -> tuple[NodeFolder, list[str]]:
         """The node's folder, which may join, and what the user should know of the manifest: its tasks or changes, and merging.

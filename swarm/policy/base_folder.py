@@ -164,16 +164,16 @@ def _policy_errors(base: str, revision: str | None) -> Iterator[None]:
     except RevisionNotFoundError:
         raise PolicyError(f"policy.revision must exist in {base}, got {revision}; set policy.revision") from None
     except RepositoryNotFoundError:
-        raise PolicyError(f"policy.base must exist as a folder or on the hub, got {base}; set policy.base") from None
+        raise PolicyError(f"policy.base must exist as a folder or on the hub, got {base}; check the name") from None
     except LocalEntryNotFoundError:
         raise PolicyError(
             f"policy.base must be at hand or on a hub that can be reached, got no folder {base}, no cached copy and "
-            "the hub cannot be reached; connect, or set policy.base to a folder"
+            f"the hub cannot be reached; connect, or fetch it before with `hf download {base}`"
         ) from None
     except OSError as error:
         reason = " ".join(str(error).split())[:200]
         raise PolicyError(
-            f"policy.base must be downloadable, got {base}: {reason}; try again, or set policy.base to a folder"
+            f"policy.base must be downloadable, got {base}: {reason}; try again, or fetch it before with `hf download {base}`"
         ) from None
 
 
@@ -319,6 +319,11 @@ def base_at_hand(base: str, revision: str | None) -> Path | None:
         return folder if (folder / "config.json").is_file() and weight_files(folder) else None
     except PolicyError:
         return None
+
+
+def names_folder(base: str, revision: str | None = None) -> bool:
+    """Return whether `base` is a path or the name of a folder here, and so neither bundled nor a model of a hub."""
+    return base not in _BUNDLED_FOLDERS and (_looks_like_path(base) or _folder_here(base, revision) is not None)
 
 
 def weight_files(folder: Path) -> list[Path]:

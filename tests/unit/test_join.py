@@ -321,7 +321,7 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["create", "../up"], 3, "swarm.name"),
         (["create", "x", "--update", "friends.swarm.toml"], 3, "needs a name"),
         (["create", "x", "--bootstrap", "/ip4/1.2.3.4/tcp/1"], 3, "/p2p/"),
-        (["create", "x", "--policy.base", "/my/model"], 12, "bases"),
+        (["create", "x", "--policy.base", "/my/model"], 5, "must be an existing folder, got /my/model"),
         (["create", "x", "--tasks.sources", '[{name = "no_such"}]'], 6, "no_such"),
         (["create", "--update", "friends.swarm.toml", "--key", "none"], 4, "name the founder's key with --key"),
         (["bootstrap", "--manifest", "nowhere.toml"], 12, "must be an existing file"),

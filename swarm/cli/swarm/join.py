@@ -99,7 +99,8 @@ def join(
     introduce(manifest, is_known=founder is not None or newcomer.is_joined())
     hardware = detect()
     if check:
-        _report(manifest, list(_findings(newcomer, hardware, dial=dial)))
+        downloads: list[str] = []
+        _report(manifest, list(_findings(newcomer, hardware, downloads, dial=dial)), downloads)
         return
     check_protocol(manifest, PROTOCOL_VERSION)
     told: set[str] = set()
@@ -162,21 +163,35 @@ def check_silo(config: "Config", files: "NodeFolder") -> None:
     from swarm.manifest.joining import check_base_at_hand
 
     if config.swarm.silo_owner:
-        from swarm.cli.swarm.passphrase import unlock
-        from swarm.records.identity import load
-        from swarm.silo.silo_transport import check_folder, open_membership
-
-        check_folder(files)
-        open_membership(config.swarm.silo_owner, config.swarm_id, load(files.identity, unlock), files)
-        stay_off_hubs(config)
+        check_member(config, files)
         check_base_at_hand(config)
 
 
-def _findings(newcomer: "Newcomer", hardware: "Hardware", *, dial: bool) -> Iterator["CheckResult"]:
-    from swarm.cli.swarm.preflight import dial_findings, hub_findings, machine_findings, task_findings, tried
+def check_member(config: "Config", files: "NodeFolder") -> None:
+    """Raises SiloError for a node that is no member of the silo. From here on the hub's libraries are offline."""
+    from swarm.cli.swarm.passphrase import unlock
+    from swarm.records.identity import load
+    from swarm.silo.silo_transport import check_folder, open_membership
+
+    check_folder(files)
+    open_membership(config.swarm.silo_owner, config.swarm_id, load(files.identity, unlock), files)
+    stay_off_hubs(config)
+
+
+def _findings(
+    newcomer: "Newcomer", hardware: "Hardware", downloads: list[str], *, dial: bool
+) -> Iterator["CheckResult"]:
+    """Adds to `downloads` what the start would fetch, and what no hub was asked for."""
+    from swarm.cli.swarm.preflight import (
+        dial_findings,
+        hub_findings,
+        machine_findings,
+        task_findings,
+        tried,
+        unchecked_downloads,
+    )
     from swarm.diagnostics.check_result import note, ok, problem
     from swarm.machine.node_folder import NodeFolder
-    from swarm.manifest.joining import needs_lineage
     from swarm.manifest.manifest import check_protocol
     from swarm.records.codec import PROTOCOL_VERSION
 
@@ -185,6 +200,9 @@ def _findings(newcomer: "Newcomer", hardware: "Hardware", *, dial: bool) -> Iter
     speaks = f"version {manifest.protocol}, as this software"
     yield tried("protocol", speaks, lambda: check_protocol(manifest, PROTOCOL_VERSION))
     try:
+        if missing := newcomer.missing():
+            yield from (problem("missing", line) for line in missing)
+            return
         config, _ = newcomer.resolve(hardware)
     except SwarmError as error:
         yield problem("settings", str(error))
@@ -198,24 +216,40 @@ def _findings(newcomer: "Newcomer", hardware: "Hardware", *, dial: bool) -> Iter
 
     yield tried("folder", f"{config.node.dir} is new or of this swarm, and can be written", check_folder)
     if manifest.silo:
-        member = "this node is a member, and the base is at hand"
-        yield tried("silo", member, lambda: check_silo(config, files))
+        yield tried("silo", "this node is a member", lambda: check_member(config, files))
     if said := newcomer.said_of_merging(config):
         yield note("merging", said)
     for task in manifest.tasks:
         yield note(f"task {task.source_name}", task.settings)
-    yield from task_findings(config.tasks)
-    if needs_lineage(manifest, config):
-        yield note("lineage", f"whether {config.policy.base} is allowed is found out at the start")
+    yield from task_findings(config.tasks, is_silo=bool(manifest.silo))
+    yield from _lineage(manifest, config)
     yield from machine_findings(config, hardware)
+    downloads += unchecked_downloads(config, has_asked_hub=dial)
     if dial and not manifest.silo:
         yield from hub_findings(config.policy)
     if dial and config.network.initial_peers:
         yield from dial_findings(config.network)
 
 
-def _report(manifest: "Manifest", findings: list["CheckResult"]) -> None:
-    """Raises PreflightError where anything stands in the way."""
+def _lineage(manifest: "Manifest", config: "Config") -> Iterator["CheckResult"]:
+    """Whether the swarm allows the lineage of the base, where it names no such base. Loads the policy; downloads nothing."""
+    from swarm.cli.swarm.preflight import tried
+    from swarm.diagnostics.check_result import note
+    from swarm.manifest.joining import check_allowed, lineage_of, needs_lineage, without_downloads
+
+    if not needs_lineage(manifest, config):
+        return
+    local = without_downloads(config)
+    if local is None:
+        yield note("lineage", f"whether {config.policy.base} is allowed is found out at the start")
+        return
+    prepare_imports(config)
+    allowed = f"{config.policy.base} has a lineage that {manifest.name} allows"
+    yield tried("lineage", allowed, lambda: check_allowed(manifest, config, lineage_of(local)))
+
+
+def _report(manifest: "Manifest", findings: list["CheckResult"], downloads: list[str]) -> None:
+    """Raises PreflightError where anything stands in the way. `downloads`: what the start fetches and nobody has asked for."""
     from rich.console import Console
     from rich.table import Table
 
@@ -226,7 +260,7 @@ def _report(manifest: "Manifest", findings: list["CheckResult"]) -> None:
         text = f"{finding.text}; {finding.fix}" if finding.fix else finding.text
         table.add_row(finding.name, finding.level, plain(text))
     Console(markup=False, highlight=False).print(table)
-    problems = [finding.name for finding in findings if finding.level is Level.PROBLEM]
+    problems = dict.fromkeys(finding.name for finding in findings if finding.level is Level.PROBLEM)
     if problems:
         raise PreflightError(f"nothing may stand in the way, got problems with {', '.join(problems)}; see the table")
-    print("can join")
+    print(f"can join, if {' and '.join(downloads)} can be downloaded" if downloads else "can join")

@@ -49,15 +49,20 @@ def tried(about: str, done: str, step: Callable[[], object]) -> CheckResult:
     return ok(about, done)
 
 
-def task_findings(tasks: TasksSection) -> Iterator[CheckResult]:
-    """Whether the tasks work here. A data set that is not here is not downloaded for that."""
+def task_findings(tasks: TasksSection, *, is_silo: bool = False) -> Iterator[CheckResult]:
+    """Whether the tasks work here. A data set that is not here is not downloaded for that, and in a silo at no time."""
     from swarm.manifest.joining import check_tasks
     from swarm.tasks.data_sets.source import is_at_hand
 
     remote = [one for one in tasks.sources if one.kind == "dataset" and not is_at_hand(one)]
     for source in remote:
+        name = source.source_name
+        if is_silo:
+            text = f"a silo downloads nothing, and {source.hub} is not here; give --task-file {name}=PATH with a copy"
+            yield problem(f"data {name}", text)
+            continue
         yield note(
-            f"data {source.source_name}",
+            f"data {name}",
             f"{source.hub} is not here and is downloaded at the start, at most {tasks.max_data_gib:g} GiB for all "
             f"data sets (tasks.max_data_gib), then compared with SHA-256 {source.sha256}",
         )
@@ -67,14 +72,30 @@ def task_findings(tasks: TasksSection) -> Iterator[CheckResult]:
         yield tried("tasks", text, lambda: check_tasks(tasks.model_copy(update={"sources": here})))
 
 
+def unchecked_downloads(config: Config, *, has_asked_hub: bool) -> list[str]:
+    """Names of the base and the data sets that a start would fetch. `has_asked_hub`: for the base, see `hub_findings`."""
+    from swarm.policy.base_folder import base_at_hand
+    from swarm.tasks.data_sets.source import is_at_hand
+
+    policy = config.policy
+    is_open = not has_asked_hub and base_at_hand(policy.base, policy.revision) is None
+    sets = [one.hub for one in config.tasks.sources if one.kind == "dataset" and not is_at_hand(one)]
+    return [policy.base, *sets] if is_open else sets
+
+
 def _base(config: Config, hardware: Hardware) -> Iterator[CheckResult]:
-    from swarm.policy.base_folder import base_at_hand, cache_folder
+    from swarm.manifest.joining import check_base_at_hand
+    from swarm.policy.base_folder import base_at_hand, cache_folder, locate_base, names_folder, weight_files
 
     policy = config.policy
     folder = base_at_hand(policy.base, policy.revision)
     num_parameters = _count_parameters(folder) if folder else _parameters_by_name(policy.base)
     if folder is not None:
         yield ok("base", f"{policy.base} is here: {folder}")
+    elif names_folder(policy.base, policy.revision):
+        yield tried("base", "", lambda: weight_files(locate_base(policy.base, policy.revision)))
+    elif config.swarm.silo_owner:
+        yield tried("base", "", lambda: check_base_at_hand(config))
     else:
         size = f"about {num_parameters * 2 / 2**30:.1f} GiB by its name, " if num_parameters else ""
         bound = f"at most {policy.max_download_gib:g} GiB (policy.max_download_gib)"

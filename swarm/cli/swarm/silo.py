@@ -1,7 +1,9 @@
 """`swarm silo`: founds and manages a private swarm, where everything that leaves a node is encrypted for its members."""
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +13,11 @@ import typer
 from swarm.cli.arguments import take_first
 from swarm.cli.swarm.passphrase import unlock
 from swarm.errors import IdentityError, ManifestError, SiloError
-from swarm.machine.safe_files import replace_file
+from swarm.machine.safe_files import locked, replace_file
 from swarm.observability.plain_text import counted
 
 if TYPE_CHECKING:
+    from swarm.cli.swarm.create import FilesToSend
     from swarm.machine.node_folder import NodeFolder
     from swarm.manifest.manifest import Manifest
     from swarm.records.identity import Identity
@@ -36,9 +39,12 @@ def found(
     bases: list[str],
     description: str,
     options: tuple[str, ...],
-) -> "Manifest":
-    """Write all of it into `folder`. Raises SwarmError: a folder that has a swarm already, settings that do not hold."""
-    from swarm.cli.swarm.create import checked_config, manifest_content, pinned_revision
+) -> "tuple[Manifest, FilesToSend]":
+    """Write all of it into `folder`. Returns the files that members need beside an invitation, too.
+
+    Raises SwarmError: a folder that has a swarm already, settings that do not hold.
+    """
+    from swarm.cli.swarm.create import base_content, checked_config, files_to_send, manifest_content, own_base
     from swarm.machine.node_folder import NodeFolder
     from swarm.manifest import manifest as manifests
     from swarm.manifest.files import write_text
@@ -58,7 +64,8 @@ def found(
     owner_key = identities.load_or_create(key, unlock)
     if owner_key.peer_id == identity.peer_id:
         raise SiloError(f"the owner's key must not be a node's, got {key}; set another --key")
-    content = manifest_content(config) | {"bases": bases or [config.policy.base + pinned_revision(config)]}
+    named = bases or [own_base(config)]
+    content = manifest_content(config) | base_content(config, named, [])
     content |= {"bootstrap": bootstrap, "description": description, "silo": True}
     now = time.time()
     manifest = manifests.create(owner_key, name, PROTOCOL_VERSION, now, **content)
@@ -70,7 +77,7 @@ def found(
     seen = SeenRolls(manifest.id, key)
     seen.note(owner.roll, owner.data)
     seen.save()
-    return manifest
+    return manifest, files_to_send(config, named)
 
 
 app = typer.Typer(
@@ -79,7 +86,8 @@ app = typer.Typer(
 )
 
 OWNER_KEY = "silo-owner.key"
-_FOLDER = typer.Option(Path("runs/silo"), "--dir", metavar="DIR", help="The node's folder.")
+NEW_FOLDER = Path("runs/silo")
+_FOLDER = typer.Option(NEW_FOLDER, "--dir", metavar="DIR", help="The node's folder.")
 _KEY = typer.Option(None, "--key", metavar="FILE", help=f"The owner's key. Default: {OWNER_KEY} in the folder.")
 _NODE_KEY = typer.Option(
     None, "--key", metavar="FILE", help="The node's key, where node.identity names one outside DIR."
@@ -102,10 +110,15 @@ def init(
         metavar="ADDRESS",
         help="Where others can reach this node, such as /ip4/10.0.0.1/tcp/28000, or ADDRESS/p2p/PEER_ID of another.",
     ),
-    base: list[str] = typer.Option([], metavar="BASE", help="Base that nodes may train. Default: policy.base."),
+    base: list[str] = typer.Option(
+        [], metavar="BASE", help="Base that nodes may train: a name or a folder. Default: policy.base."
+    ),
     description: str = typer.Option("", help="One line about the silo."),
 ) -> None:
     """Found a silo: write the owner's key, the manifest and the first member.
+
+    A base that is a folder is named by its lineage. The last lines say which
+    files members need beside their invitation.
 
     Reads: settings for tasks, base and limits.
     Writes: owner's key, manifest, roll and a node's identity in DIR.
@@ -113,18 +126,22 @@ def init(
     Examples:
       swarm silo init lab --address /ip4/10.0.0.1/tcp/28000
 
-    Exit codes: 0 done, 3 settings, 4 key, 6 tasks, 12 manifest, 17 silo.
+    Exit codes: 0 done, 3 settings, 4 key, 5 base, 6 tasks, 12 manifest, 17 silo.
     """
     name, settings = take_first(arguments or [])
     if name is None:
         raise ManifestError("swarm silo init needs a name, got none; see --help")
-    manifest = found(name, settings, folder, key or folder / OWNER_KEY, address, base, description, _OPTIONS)
+    manifest, files = found(name, settings, folder, key or folder / OWNER_KEY, address, base, description, _OPTIONS)
     listen = [one.partition("/p2p/")[0] for one in address]
     listening = f" --network.listen '{json.dumps(listen)}'" if listen else ""
     print(f"silo {name}, id {manifest.id}, owner {manifest.founder_name} ({manifest.founder})")
     print(f"back up {key or folder / OWNER_KEY}: whoever has it decides who the members are")
-    print(f"next:\n  swarm join {folder / 'manifest.toml'}{listening}   # starts this node")
+    print(*files.notes(), "next:", sep="\n")
+    print(f"  swarm join {folder / 'manifest.toml'}{listening}{files.options(of_founder=True)}   # starts this node")
     print(f"  swarm silo invite REQUEST --dir {folder}   # for each line that `swarm silo request` prints elsewhere")
+    if files.names():
+        print(f"  send with each invitation: {', '.join(files.names())}")
+        print(f"  a member runs: swarm join {NEW_FOLDER / 'manifest.toml'}{files.options()}")
 
 
 @app.command()
@@ -175,10 +192,10 @@ def invite(
     from swarm.silo.grant import read_request
 
     asked = read_request(_line(request))
-    owner, files, seen = _owner(folder, key)
-    until = time.time() + days * _DAY_S
-    token = owner.invite(asked, until, time.time(), files.manifest.read_text(encoding="utf-8"))
-    _publish(owner, files, seen)
+    with _owner(folder, key) as (owner, files, seen):
+        until = time.time() + days * _DAY_S
+        token = owner.invite(asked, until, time.time(), files.manifest.read_text(encoding="utf-8"))
+        _publish(owner, files, seen)
     if out is not None:
         _write_line(out, token)
     member = _member_fields(asked.peer_id, until)
@@ -292,10 +309,10 @@ def revoke(
 
     Exit codes: 0 done, 4 key, 12 manifest, 17 silo.
     """
-    owner, files, seen = _owner(folder, key)
-    peer_id = _found(owner.roll, who)
-    owner.revoke(peer_id, time.time())
-    _publish(owner, files, seen)
+    with _owner(folder, key) as (owner, files, seen):
+        peer_id = _found(owner.roll, who)
+        owner.revoke(peer_id, time.time())
+        _publish(owner, files, seen)
     print(f"{peer_id} is no member any more; epoch {owner.roll.epoch}")
 
 
@@ -311,21 +328,25 @@ def rotate(folder: Path = _FOLDER, key: Path = _KEY) -> None:
 
     Exit codes: 0 done, 4 key, 12 manifest, 17 silo.
     """
-    owner, files, seen = _owner(folder, key)
-    owner.rotate(time.time())
-    _publish(owner, files, seen)
+    with _owner(folder, key) as (owner, files, seen):
+        owner.rotate(time.time())
+        _publish(owner, files, seen)
     print(f"epoch {owner.roll.epoch}, {counted(len(owner.roll.members), 'member')}")
 
 
-def _owner(folder: Path, key: Path | None) -> "tuple[Owner, NodeFolder, SeenRolls]":
-    """Raises IdentityError where there is no key, SiloError where it is not the owner's or the roll is not its newest."""
+@contextlib.contextmanager
+def _owner(folder: Path, key: Path | None) -> "Iterator[tuple[Owner, NodeFolder, SeenRolls]]":
+    """The owner of the newest roll. No other command changes that roll meanwhile: each waits for the one before it.
+
+    Raises IdentityError where there is no key, SiloError where it is not the owner's or the roll is not its newest.
+    """
     from swarm.machine.node_folder import NodeFolder
     from swarm.records.identity import load
     from swarm.silo.owner import Owner
     from swarm.silo.silo_files import SeenRolls
 
     path = key or folder / OWNER_KEY
-    manifest, roll = _roll(folder)
+    manifest, _ = _roll(folder)
     if not path.exists():
         raise IdentityError(
             f"only its owner {manifest.founder} can change a silo, got no key at {path}; "
@@ -334,9 +355,18 @@ def _owner(folder: Path, key: Path | None) -> "tuple[Owner, NodeFolder, SeenRoll
     identity: Identity = load(path, unlock)
     if identity.peer_id != manifest.founder:
         raise SiloError(f"only its owner {manifest.founder} can change a silo, got {path}; set --key", "stranger")
-    owner, seen = Owner(identity, roll), SeenRolls(manifest.id, path)
-    seen.check(roll, owner.data)
-    return owner, NodeFolder(folder), seen
+    lock = path.with_name(f"{path.name}.lock")
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locked(lock))
+        except OSError as error:
+            raise SiloError(
+                f"a silo's owner must be able to lock its key, got {lock}: {error.strerror}; make that folder writable"
+            ) from None
+        _, roll = _roll(folder)
+        owner, seen = Owner(identity, roll), SeenRolls(manifest.id, path)
+        seen.check(roll, owner.data)
+        yield owner, NodeFolder(folder), seen
 
 
 def _roll(folder: Path) -> "tuple[Manifest, Roll]":
