@@ -41,6 +41,7 @@ STOP_GRACE_S = 4.0
 """How long nodes may finish their round after an interrupt; then they are killed."""
 _KILL_WAIT_S = 0.5
 _NUM_TAIL_BYTES = 8192
+_MAX_TERMINAL_BYTES = 8 << 20
 _BY_SIGNAL = 128
 """A supervisor ends with this plus the number of the signal that ended its node."""
 SUPERVISOR = " supervisor: "
@@ -60,6 +61,7 @@ class NodeProcess:
     ) -> None:
         """`command` begins with the path of an executable; its output is appended to `terminal.log`.
 
+        If that file has more than 8 MiB, it becomes `terminal.log.1` first.
         Its settings are complete: variables of the environment set none of them.
         `is_alone`: it may compute on all cores, which several nodes on one machine would only fight for.
         `environment`: variables over those of this process.
@@ -70,6 +72,9 @@ class NodeProcess:
         self._begins_at = 0
         shared = {} if is_alone else {"OMP_NUM_THREADS": "1"}
         variables = {**shared, **without_settings(os.environ), **(environment or {})}
+        with contextlib.suppress(FileNotFoundError):
+            if self._terminal.lstat().st_size > _MAX_TERMINAL_BYTES:
+                self._terminal.replace(folder / "terminal.log.1")
         with open_to_append(self._terminal) as output:
             self._begins_at = output.seek(0, os.SEEK_END)
             self._process = subprocess.Popen(
