@@ -16,7 +16,7 @@ TASKS = "tasks"
 """Folder of reward functions and rows that a Python program has given, each in a folder named by its content."""
 _KEPT_ON_FRESH_START = {
     "lock", "manifest.toml", "bootstrap.toml", "peers.json", "ports.json", "reached.json", "reputation.json", "silo.roll",
-    "silo.invite", "silo-owner.key", "silo-owner.silo", "page.token", TASKS,
+    "silo.invite", "silo-owner.key", "silo-owner.silo", "silo-owner.key.lock", "page.token", TASKS,
 }  # fmt: skip
 """What a fresh start keeps besides the files of the identity: swarm, known peers, ports, reputation, membership, task files."""
 _PREVIOUS = re.compile(r"previous-([0-9]{3,9})")

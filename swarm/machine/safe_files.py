@@ -9,13 +9,14 @@ opened.
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
@@ -100,6 +101,14 @@ def open_to_append(path: Path) -> IO[bytes]:
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return os.fdopen(_regular(path, flags), "ab", buffering=0)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which stays there, and wait while another process holds it. Raises OSError."""
+    with open_to_append(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def open_to_read(path: Path) -> IO[bytes]:

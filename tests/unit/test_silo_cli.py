@@ -3,6 +3,8 @@
 import json
 import shutil
 import stat
+import subprocess
+import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -102,6 +104,26 @@ def test_invitation_travels_as_a_file_too(lab: Path, tmp_path: Path) -> None:
     assert 1.9 < (fields["until"] - time.time()) / 86_400 < 2.1 and "invitation" not in fields
     swarm("silo", "join", out, "--dir", tmp_path / "b")
     assert epoch_in(tmp_path / "b") == 1
+
+
+def test_of_two_changes_at_once_none_is_lost(lab: Path, tmp_path: Path) -> None:
+    """Each command is held up after it has read the roll, as long as the others can go on."""
+    requests = [swarm("silo", "request", "--dir", tmp_path / f"node-{number}") for number in range(3)]
+    slow = (
+        "import sys, time\nfrom swarm.silo.owner import Owner\nfrom swarm.cli.main import main\n"
+        "invite = Owner.invite\nOwner.invite = lambda *of: (time.sleep(1), invite(*of))[1]\nmain()"
+    )
+    command = [sys.executable, "-c", slow, "silo", "invite", "--dir", str(lab)]
+    running = [subprocess.Popen([*command, one.strip()], stdout=subprocess.DEVNULL) for one in requests]
+    assert [process.wait(60) for process in running] == [0, 0, 0]
+    listed = json.loads(swarm("silo", "members", "--dir", lab, "--json"))
+    assert len(listed["members"]) == 4
+
+
+def test_a_key_whose_folder_takes_no_lock_serves_all_the_same(lab: Path) -> None:
+    (lab / "silo-owner.key.lock").mkdir()
+    assert "epoch 2" in swarm("silo", "rotate", "--dir", lab)
+    assert epoch_in(lab) == 2
 
 
 def test_revoked_by_name_is_out_and_rotation_counts_on(lab: Path, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """`swarm silo`: founds and manages a private swarm, where everything that leaves a node is encrypted for its members."""
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import typer
 from swarm.cli.arguments import take_first
 from swarm.cli.swarm.passphrase import unlock
 from swarm.errors import IdentityError, ManifestError, SiloError
-from swarm.machine.safe_files import replace_file
+from swarm.machine.safe_files import locked, replace_file
 from swarm.observability.plain_text import counted
 
 if TYPE_CHECKING:
@@ -190,10 +192,10 @@ def invite(
     from swarm.silo.grant import read_request
 
     asked = read_request(_line(request))
-    owner, files, seen = _owner(folder, key)
-    until = time.time() + days * _DAY_S
-    token = owner.invite(asked, until, time.time(), files.manifest.read_text(encoding="utf-8"))
-    _publish(owner, files, seen)
+    with _owner(folder, key) as (owner, files, seen):
+        until = time.time() + days * _DAY_S
+        token = owner.invite(asked, until, time.time(), files.manifest.read_text(encoding="utf-8"))
+        _publish(owner, files, seen)
     if out is not None:
         _write_line(out, token)
     member = _member_fields(asked.peer_id, until)
@@ -307,10 +309,10 @@ def revoke(
 
     Exit codes: 0 done, 4 key, 12 manifest, 17 silo.
     """
-    owner, files, seen = _owner(folder, key)
-    peer_id = _found(owner.roll, who)
-    owner.revoke(peer_id, time.time())
-    _publish(owner, files, seen)
+    with _owner(folder, key) as (owner, files, seen):
+        peer_id = _found(owner.roll, who)
+        owner.revoke(peer_id, time.time())
+        _publish(owner, files, seen)
     print(f"{peer_id} is no member any more; epoch {owner.roll.epoch}")
 
 
@@ -326,21 +328,25 @@ def rotate(folder: Path = _FOLDER, key: Path = _KEY) -> None:
 
     Exit codes: 0 done, 4 key, 12 manifest, 17 silo.
     """
-    owner, files, seen = _owner(folder, key)
-    owner.rotate(time.time())
-    _publish(owner, files, seen)
+    with _owner(folder, key) as (owner, files, seen):
+        owner.rotate(time.time())
+        _publish(owner, files, seen)
     print(f"epoch {owner.roll.epoch}, {counted(len(owner.roll.members), 'member')}")
 
 
-def _owner(folder: Path, key: Path | None) -> "tuple[Owner, NodeFolder, SeenRolls]":
-    """Raises IdentityError where there is no key, SiloError where it is not the owner's or the roll is not its newest."""
+@contextlib.contextmanager
+def _owner(folder: Path, key: Path | None) -> "Iterator[tuple[Owner, NodeFolder, SeenRolls]]":
+    """The owner of the newest roll. No other command changes that roll meanwhile: each waits for the one before it.
+
+    Raises IdentityError where there is no key, SiloError where it is not the owner's or the roll is not its newest.
+    """
     from swarm.machine.node_folder import NodeFolder
     from swarm.records.identity import load
     from swarm.silo.owner import Owner
     from swarm.silo.silo_files import SeenRolls
 
     path = key or folder / OWNER_KEY
-    manifest, roll = _roll(folder)
+    manifest, _ = _roll(folder)
     if not path.exists():
         raise IdentityError(
             f"only its owner {manifest.founder} can change a silo, got no key at {path}; "
@@ -349,9 +355,16 @@ def _owner(folder: Path, key: Path | None) -> "tuple[Owner, NodeFolder, SeenRoll
     identity: Identity = load(path, unlock)
     if identity.peer_id != manifest.founder:
         raise SiloError(f"only its owner {manifest.founder} can change a silo, got {path}; set --key", "stranger")
-    owner, seen = Owner(identity, roll), SeenRolls(manifest.id, path)
-    seen.check(roll, owner.data)
-    return owner, NodeFolder(folder), seen
+    lock = path.with_name(f"{path.name}.lock")
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locked(lock))
+        except OSError as error:  # a key may be on a medium that is read-only
+            typer.echo(f"cannot lock {lock} ({error.strerror}): change this silo by one command at a time", err=True)
+        _, roll = _roll(folder)
+        owner, seen = Owner(identity, roll), SeenRolls(manifest.id, path)
+        seen.check(roll, owner.data)
+        yield owner, NodeFolder(folder), seen
 
 
 def _roll(folder: Path) -> "tuple[Manifest, Roll]":
