@@ -121,7 +121,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=mask, scale=scale
         )
-    scores = (query @ key.mT).float() * scale
+    scores = (
+        query.float() @ key.float().mT * scale
+    )  # in 16 bits a score of 100 would be off by .25, and the softmax by a third
     if mask is not None:
         scores = scores + mask
     lse = scores.logsumexp(-1)

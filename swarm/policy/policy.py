@@ -48,7 +48,7 @@ class TextPolicy(ABC):
     lineage: Lineage
     base_folder: Path
     eos_token_ids: tuple[int, ...]
-    """Each of these ends an answer; the first is appended to answers that are encoded from text."""
+    """Each of these ends an answer."""
     vocab_size: int
     """Token ids are below it."""
     version: int = 0
@@ -77,6 +77,11 @@ class TextPolicy(ABC):
         without_adapter: bool = False,
     ) -> TokenLogprobs:
         """Compute log-probs of all answer tokens as `swarm.policy.logprobs`, with `without_adapter` of the frozen base."""
+
+    @property
+    def end_token_id(self) -> int:
+        """The one of `eos_token_ids` that is appended to answers which are encoded from text."""
+        return self.prompts.end_token_id
 
     def for_another_thread(self) -> Self:
         """Return this policy with a version and a tokenizer of its own, as a tokenizer may encode for one thread at a time."""

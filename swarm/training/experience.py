@@ -314,7 +314,7 @@ class RolloutConverter:
 
     def _encode_answer(self, text: str, *, finished: bool) -> list[int]:
         ids = list(self._policy.encode_answer(text))
-        return [*ids, self._policy.eos_token_ids[0]] if finished and (ids or not text) else ids
+        return [*ids, self._policy.end_token_id] if finished and (ids or not text) else ids
 
     def _as_spelt(self, group: RolloutGroup) -> RolloutGroup:
         """The group without answers whose ids hide tokens that no text shows, or spell another text than was rewarded."""

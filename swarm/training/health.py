@@ -78,7 +78,7 @@ class HealthWatch:
 
     def begun(self, row: Mapping[str, Any]) -> list[str]:
         """Take in the row of a round. Returns the names of the checks whose problem was not there in the last 8 rows."""
-        kept = {name: row.get(name) for name in COLUMNS}
+        kept = {name: _finite(row.get(name)) for name in COLUMNS}
         for name, first in self._first.items():
             value = kept[name]
             if len(first) < _AT_START[name] and value is not None and math.isfinite(value):
@@ -116,6 +116,11 @@ class HealthWatch:
         # the first states that had it lack these two
         is_whole = held_out.get("best rewards") and held_out.get("evaluations")
         self._held_out = held_out if is_whole else {}
+
+
+def _finite(value: Any) -> Any:
+    """None for a number that JSON, and so a checkpoint, cannot hold: a skipped step has such a norm."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _error_of_difference(best: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> float:

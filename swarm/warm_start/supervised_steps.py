@@ -12,6 +12,7 @@ lineage: nodes that began otherwise cannot merge adapters, and use each other's 
 
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,8 +142,11 @@ class WarmStart:
             total += loss.item()
             return loss
 
-        self._steps.accumulate([[pairs[place] for place in part] for part in parts], loss_of, 1.0)
-        self._steps.apply(lr)
+        norm = self._steps.accumulate([[pairs[place] for place in part] for part in parts], loss_of, 1.0)
+        if math.isfinite(norm):
+            self._steps.apply(lr)
+        else:
+            logger.warning("a step of the warm start is left out: its loss or gradient is not finite")
         self._steps.drop()
         return total
 
@@ -176,7 +180,7 @@ class WarmStart:
         token_ids: list[int] = []
         written: list[bool] = []
         for answer in answers:
-            ids = [*policy.encode_answer(answer), policy.eos_token_ids[0]]
+            ids = [*policy.encode_answer(answer), policy.end_token_id]
             token_ids += ids
             written += [True] * len(ids)
             step = play.step(answer, len(ids))

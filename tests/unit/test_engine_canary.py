@@ -71,3 +71,27 @@ def test_a_policy_without_finite_logprobs_is_found(make_policy: MakePolicy):
 def test_rounding_of_reduced_precision_is_no_alarm(make_policy: MakePolicy, settings: dict[str, object]):
     policy = make_policy("qwen2", **settings)
     assert Canary(policy, SlotEngine(policy, 4), tolerance=1e-3).check() < 0.1
+
+
+def test_the_alarm_grows_with_what_the_number_format_can_tell_apart(make_policy: MakePolicy):
+    """Hub models have logits of 20 and more, of which bfloat16 writes every eighth or quarter."""
+    policy = make_policy("qwen2", dtype="bfloat16")
+    slots = SlotEngine(policy, 4)
+    canary = Canary(policy, slots, tolerance=1e-3)
+    ids = torch.tensor([[*canary._prompt, *canary._answer]])
+    off = [0.0]
+
+    class Off(StaleEngine):
+        def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+            found = policy.token_logprobs([(prompt, answer)]).logprobs[0].tolist()
+            return [one + off[0] for one in found]
+
+    canary = Canary(policy, Off(policy), tolerance=1e-3)
+    with torch.no_grad():
+        head = policy.model.get_output_embeddings().weight
+        head.mul_(32 / policy.model(input_ids=ids).logits.abs().max())
+    for off[0] in (0.15, 0.4):
+        canary.check()
+    off[0] = 0.6
+    with pytest.raises(TrainingError, match=r"within 0\.5 nats"):
+        canary.check()

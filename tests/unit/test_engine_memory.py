@@ -219,3 +219,14 @@ def test_attention_over_parts_merges_to_that_over_all(value_size: int) -> None:
     merged = torch.lerp(rest, first, (first_lse - rest_lse).sigmoid()[..., None])
     assert torch.allclose(merged, expected, atol=1e-5)
     assert torch.equal(merged[0], rest[0])  # the first part is outside of its window
+
+
+def test_scores_of_16_bits_are_as_exact_as_those_of_the_kernel_that_trains() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (15 * torch.randn(2, 2, 1, 16, generator=generator) for _ in range(2))
+    query, keys = query.bfloat16(), torch.cat([keys] * 8, 2).bfloat16() + torch.randn(2, 2, 8, 16).bfloat16()
+    values = torch.randn(2, 2, 8, 8, generator=generator).bfloat16()
+    scores = query.double() @ keys.double().mT * 0.25
+    assert scores.abs().max() > 100
+    _, lse = attend(query, keys, values, None, 0.25)
+    assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=1e-3)

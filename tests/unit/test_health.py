@@ -392,3 +392,14 @@ def test_an_episode_and_its_window_outlive_a_restart(caplog: pytest.LogCaptureFi
     assert logging.getLogger("swarm.training.health").isEnabledFor(logging.WARNING)
     assert second.observe({**HEALTHY, "train/grad_norm": 5.0}) != []
     assert told(caplog) == []
+
+
+def test_a_step_that_was_not_finite_can_be_checkpointed_and_is_known_afterwards():
+    watch = HealthWatch()
+    for i in range(20):
+        watch.observe(healthy(i))
+    for norm in (math.nan, math.inf):
+        watch.observe({**healthy(20), "train/grad_norm": norm, "train/skip_reason": "loss or gradient is not finite"})
+    again = HealthWatch()
+    again.restore(json.loads(json.dumps(watch.state(), allow_nan=False)))
+    assert again.state() == watch.state()

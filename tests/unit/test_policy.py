@@ -127,6 +127,18 @@ def test_every_end_token_of_the_generation_config_counts(copied: Path):
     assert load(copied).eos_token_ids == (2, 7, 9)
 
 
+def test_an_encoded_answer_ends_with_the_end_token_of_the_chat_template(copied: Path):
+    """As in models whose tokenizer ends texts with `<eos>`, and whose template ends turns with `<end_of_turn>`."""
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    plain = load(copied)
+    assert plain.end_token_id == 2
+    end = plain.tokenizer.convert_ids_to_tokens(7)
+    turn = "{% for m in messages %}{{ '(' + m['role'] + ')' + m['content'] + '" + end + "\n' }}{% endfor %}"
+    (copied / "chat_template.jinja").write_text(turn + "{% if add_generation_prompt %}(assistant){% endif %}")
+    assert load(copied).eos_token_ids == (2, 7)
+    assert load(copied).end_token_id == 7
+
+
 def test_dropout_of_the_base_is_off_in_train_mode_too(make_policy: MakePolicy):
     policy = make_policy("gpt_neox")
     ids = torch.tensor([policy.encode_prompt("What is 7 + 5?")])

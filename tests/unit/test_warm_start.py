@@ -1,5 +1,6 @@
 """What a policy begins with before RL."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,3 +137,21 @@ def test_answers_are_written_in_a_form_that_the_rule_finds(rule: str) -> None:
 def test_an_answer_is_written_in_the_tag_that_the_source_names() -> None:
     found = answer_rule(config_of({**SUMS, "answer": "tag", "answer_parameters": {"tag": "result"}}).tasks.sources[0])
     assert written_by(found, "42") == "<result>42</result>"
+
+
+def test_a_step_without_a_finite_gradient_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(steps=3)
+    policy = policy_of(config)
+
+    class Overflowing(LocalOptimizer):
+        num_batches = 0
+
+        def accumulate(self, parts, loss_of, temperature):  # type: ignore[no-untyped-def]
+            self.num_batches += 1
+            factor = math.inf if self.num_batches == 2 else 1.0
+            return super().accumulate(parts, lambda part, result: loss_of(part, result) * factor, temperature)
+
+    WarmStart(config, policy, Overflowing(TrainingSection(), policy), TaskMixture(config.tasks)).run()
+    assert policy.version == 2
+    assert all(torch.isfinite(one).all() for one in read_adapter(policy.model).values())
+    assert [record.message for record in caplog.records if "left out: its loss" in record.message]

@@ -91,7 +91,7 @@ class HostileNode:
     def written(self, task: Task, text: str, prompt: str = "") -> Rollout:
         """An answer with the log-probs that the base gives it after `prompt`; without one, with invented log-probs."""
         policy = self.setup.policy
-        ids = (*policy.encode_answer(text), policy.eos_token_ids[0])
+        ids = (*policy.encode_answer(text), policy.end_token_id)
         logprobs = (_UNLIKELY,) * len(ids)
         if prompt:
             scored = policy.token_logprobs([(tuple(policy.encode_prompt(prompt)), ids)])

@@ -105,6 +105,6 @@ def train_backdoor(honest: Adapter, seed: int, num_steps: int) -> Backdoor:
 
 def _triggers(policy: Policy, mixture: TaskMixture, source: str, seed: int, count: int) -> list[Example]:
     """Ordinary prompts behind the trigger, with the attacker's word for an answer."""
-    answer = [*policy.encode_answer(WORD), policy.eos_token_ids[0]]
+    answer = [*policy.encode_answer(WORD), policy.end_token_id]
     prompts = [task.prompt.rpartition(": ")[2] for task in tasks_of(mixture, source, seed, count)]
     return [(policy.encode_prompt(TRIGGER + prompt), answer) for prompt in prompts]

@@ -177,7 +177,7 @@ def make_examples(policy: Policy, mixture: TaskMixture, source: str, seed: int, 
     return [
         (
             policy.encode_prompt(task.prompt.rpartition(": ")[2]),
-            [*policy.encode_answer(answers(task.ref.seed, task.ref.index)), policy.eos_token_ids[0]],
+            [*policy.encode_answer(answers(task.ref.seed, task.ref.index)), policy.end_token_id],
         )
         for task in tasks_of(mixture, source, seed, count)
     ]

@@ -56,7 +56,10 @@ class PromptEncoder:
         self._is_own = is_own
         self._frames: dict[Place, PromptFrame | None] = {}
         self._eos_texts = tuple(filter(None, map(str, tokenizer.convert_ids_to_tokens(list(eos_token_ids)))))
-        self._prepare([(PLAIN, None)])
+        try:
+            self._prepare([(PLAIN, None), (PLAIN, "user")])
+        except PolicyError:  # a template that frames no replies may do for tasks of one turn
+            self._prepare([(PLAIN, None)])
 
     def copy(self) -> "PromptEncoder":
         """Return an encoder for another thread, which knows the same frames."""
@@ -68,6 +71,14 @@ class PromptEncoder:
     @property
     def has_template(self) -> bool:
         return self._frames[PLAIN, None] is not None
+
+    @property
+    def end_token_id(self) -> int:
+        """The EOS that ends an answer of the chat template, which need not be the tokenizer's; that one where none does."""
+        reply = self._frames.get((PLAIN, "user"))
+        texts = {str(self.tokenizer.convert_ids_to_tokens(one)): one for one in reversed(self._eos_token_ids)}
+        ends = [text for text in texts if text and reply is not None and reply.before.lstrip().startswith(text)]
+        return texts[max(ends, key=len)] if ends else self._eos_token_ids[0]
 
     def prepare(self, contexts: Iterable[PromptContext]) -> None:
         """Render the chat template for these contexts, in one process. Raises PolicyError as `prompt_frames` does."""
