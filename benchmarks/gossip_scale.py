@@ -152,7 +152,6 @@ def plot(real: Sequence[RealRow], swarms: Sequence[SwarmRow], topics: Sequence[T
     figure, (cost, speed) = new_figure(2, 9.0, 3.6)
     cost.plot([r.nodes for r in swarms], [r.bytes / 1e3 for r in swarms], "o-", label="simulated, all")
     cost.plot([r.nodes for r in swarms], [r.gossip_bytes / 1e3 for r in swarms], "s--", label="simulated, gossip alone")
-    cost.plot([r.nodes for r in real], [r.wire_bytes / 1e3 for r in real], "^-", label="processes, on the wire")
     cost.set(title="kB sent per node and minute")
     speed.plot([r.nodes for r in swarms], [r.t95_s for r in swarms], "o-", label="simulated, shards")
     speed.plot([r.nodes for r in topics], [r.t95_s for r in topics], "s--", label="simulated, one topic of all")

@@ -136,7 +136,9 @@ class IndexRule:
         The entries of one message are then checked together, before anything else is awaited.
         """
         async with self._line:
-            while (wait_s := self.wait_s()) > 0:
+            while True:
+                if (wait_s := self.wait_s()) <= 0:
+                    return
                 await asyncio.sleep(max(wait_s, _MIN_PAUSE_S))
 
     def judge(

@@ -9,6 +9,7 @@ index ──┘
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from swarm.admission.admission import Admission, check_answer_length
@@ -22,6 +23,7 @@ from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.header_validator import HeaderValidator
 from swarm.sharing.index import Shard
 from swarm.sharing.peer_tracker import PeerTracker
+from swarm.sharing.reputation import AuthorShares
 from swarm.sharing.totals import SharingTotals
 from swarm.sharing.usefulness import make_choice
 from swarm.types import Header
@@ -62,6 +64,8 @@ class NewestVersions:
 MAX_CANDIDATES = 1024
 MAX_CANDIDATES_PER_AUTHOR = 16
 """The newest headers of an author stay: older ones would be too old before they are pulled."""
+MAX_STRANGERS = 128
+"""Strangers among whom one is drawn at a time."""
 SAFE_PER_KNOWN = 4
 """Candidates of each known author that give way to nobody. Beyond these, a shard full of known authors has room for new ones."""
 
@@ -127,7 +131,7 @@ class Inbox:
         offering = {header.author for header in candidates} - in_trouble
         answering = {author for author in offering if author not in self._backoff}
         shares = self._tracker.shares
-        considered = shares.considered(answering, self._rng) | {self._longest_waiting(candidates, answering)}
+        considered = considered_of(answering, shares, self._rng) | {self._longest_waiting(candidates, answering)}
         offered = shares.within_share([header for header in candidates if header.author in considered])
         if not offered:
             return None
@@ -207,3 +211,21 @@ class Inbox:
 
 def _key(header: Header) -> tuple[str, bytes]:
     return header.author, header.body_hash
+
+
+def considered_of(authors: Collection[str], shares: AuthorShares, rng: random.Random) -> frozenset[str]:
+    """All known ones of `authors`, and a random sample of the strangers that has as many of each address group as it can.
+
+    The weights of a draw take time for each author, and names cost nothing.
+    """
+    strangers = [author for author in sorted(authors) if not shares.reputation.is_known(author)]
+    if len(strangers) <= MAX_STRANGERS:
+        return frozenset(authors)
+    crowds, places = Counter[str](), list[tuple[int, str]]()
+    for author in rng.sample(strangers, len(strangers)):
+        groups = shares.addresses.of(author)
+        places.append((max(crowds[group] for group in groups), author))
+        crowds.update(groups)
+    places.sort(key=lambda place: place[0])
+    left_out = frozenset(author for _, author in places[MAX_STRANGERS:])
+    return frozenset(authors) - left_out

@@ -30,7 +30,6 @@ import ipaddress
 import json
 import logging
 import math
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -300,8 +299,6 @@ KNOWN_ARE_HEARD_FOR_S = 300.0
 BURST_GROUPS = 12.0
 """Groups that strangers may have in advance: one body with the largest number of groups."""
 _AUTHORS_PER_GROUP = 2.0
-MAX_STRANGERS = 128
-"""Strangers among whom one is drawn at a time."""
 _UNKNOWN = frozenset({"unknown"})
 
 SeenAt = Callable[[str], Iterable[str]]
@@ -328,7 +325,7 @@ class AuthorShares:
     def __init__(self, reputation: Reputation, max_share_of_strangers: float, addresses: AddressGroups) -> None:
         self.reputation = reputation
         self._max_share_of_strangers = max_share_of_strangers
-        self._addresses = addresses
+        self.addresses = addresses
         self._known_heard_at = -math.inf
         self._earned_groups = BURST_GROUPS  # of strangers; below 0 after a body with more groups than were left
 
@@ -343,23 +340,6 @@ class AuthorShares:
         if is_alone or self._earned_groups > 0:
             return offered
         return [header for header in offered if self.reputation.is_known(header.author)]
-
-    def considered(self, authors: Collection[str], rng: random.Random) -> frozenset[str]:
-        """All known ones of `authors`, and a random sample of the strangers that has as many of each address group as it can.
-
-        The weights of a draw take time for each author, and names cost nothing.
-        """
-        strangers = [author for author in sorted(authors) if not self.reputation.is_known(author)]
-        if len(strangers) <= MAX_STRANGERS:
-            return frozenset(authors)
-        crowds, places = Counter[str](), list[tuple[int, str]]()
-        for author in rng.sample(strangers, len(strangers)):
-            groups = self._addresses.of(author)
-            places.append((max(crowds[group] for group in groups), author))
-            crowds.update(groups)
-        places.sort(key=lambda place: place[0])
-        left_out = frozenset(author for _, author in places[MAX_STRANGERS:])
-        return frozenset(authors) - left_out
 
     def pulled(self, header: Header) -> None:
         """Count the body of `header`, which is going to be pulled."""
@@ -381,9 +361,9 @@ class AuthorShares:
 
     def neighbours(self, author: str, authors: Collection[str]) -> frozenset[str]:
         """Strangers among `authors` that have an address group in common with the stranger `author`, itself included."""
-        groups = self._addresses.of(author)
+        groups = self.addresses.of(author)
         return frozenset(
-            one for one in {author, *authors} if groups & self._addresses.of(one) and not self.reputation.is_known(one)
+            one for one in {author, *authors} if groups & self.addresses.of(one) and not self.reputation.is_known(one)
         )
 
     def public_group(self, author: str) -> str | None:
@@ -392,7 +372,7 @@ class AuthorShares:
         None where no address of it is known, and for private networks: machines that share one trust each other, and nobody
         outside has such an address.
         """
-        groups = self._addresses.of(author) - _UNKNOWN
+        groups = self.addresses.of(author) - _UNKNOWN
         return None if any(map(_is_private, groups)) else min(groups, default=None)
 
     def factors(self, authors: Collection[str]) -> dict[str, float]:
@@ -419,7 +399,7 @@ class AuthorShares:
         return max(self._max_share_of_strangers, 1 - _FIRST_KNOWN_SHARE * num_known)
 
     def _bound_groups(self, factors: dict[str, float], strangers: Collection[str]) -> None:
-        groups = {author: self._addresses.of(author) for author in strangers}
+        groups = {author: self.addresses.of(author) for author in strangers}
         crowds = Counter(group for author in strangers for group in groups[author])
         members: dict[str, list[str]] = {}
         for author in strangers:

@@ -160,10 +160,11 @@ def _check_names(data: dict[str, Any], where: str, config: TaskSourceSection, te
     others = [name for name in data if name not in {PROMPT, "answer", "verifier", *template.names}]
     if missing and others:
         wanted = " and ".join('a text "prompt"' if name == PROMPT else 'an "answer"' for name in missing)
-        fields = dict.fromkeys([*missing, *([] if "answer" in data else ["answer"])])  # a data set always needs one
+        is_added = "answer" not in data and "answer" not in missing  # a data set always needs one
+        fields = [*missing, "answer"] if is_added else missing
         raise TaskError(
             f'a line must have {wanted}, got {str(others)[:200]} in {where}; set kind = "dataset" and '
-            f"{suggested_columns(others, list(fields))} for source {config.source_name!r}, or rename them in the file"
+            f"{suggested_columns(others, fields)} for source {config.source_name!r}, or rename them in the file"
         )
 
 

@@ -14,6 +14,7 @@ from swarm.network.transport import Contact, ValidationResult
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.sharing.inbox import MAX_STRANGERS, considered_of
 from swarm.sharing.index import Shard
 from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.reputation import (
@@ -22,7 +23,6 @@ from swarm.sharing.reputation import (
     KNOWN_ARE_HEARD_FOR_S,
     MAX_AUTHORS,
     MAX_BAN_S,
-    MAX_STRANGERS,
     PROBATION_BODIES,
     AddressGroups,
     AuthorShares,
@@ -479,10 +479,10 @@ def test_a_thousand_fresh_names_leave_known_authors_and_strangers_elsewhere_in_t
     places = {name: [f"/ip4/10.9.8.{number % 250}/tcp/1"] for number, name in enumerate(sybils)}
     places |= {name: [f"/ip4/192.{number}.0.1/tcp/1"] for number, name in enumerate(honest)}
     shares = shares_of(known(made(), *KNOWN), seen(places))
-    considered = shares.considered({*sybils, *honest, *KNOWN}, random.Random(0))
+    considered = considered_of({*sybils, *honest, *KNOWN}, shares, random.Random(0))
     assert considered >= {*honest, *KNOWN} and len(considered) == MAX_STRANGERS + len(KNOWN)
     few = {*sybils[:MAX_STRANGERS], *KNOWN}
-    assert shares.considered(few, random.Random(0)) == few
+    assert considered_of(few, shares, random.Random(0)) == few
 
 
 def test_whoever_is_known_cannot_be_crowded_out_by_false_addresses() -> None:
