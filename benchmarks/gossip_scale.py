@@ -155,8 +155,10 @@ def plot(real: Sequence[RealRow], swarms: Sequence[SwarmRow], topics: Sequence[T
     cost.set(title="kB sent per node and minute")
     speed.plot([r.nodes for r in swarms], [r.t95_s for r in swarms], "o-", label="simulated, shards")
     speed.plot([r.nodes for r in topics], [r.t95_s for r in topics], "s--", label="simulated, one topic of all")
-    speed.plot([r.nodes for r in real], [r.t95_s for r in real], "^-", label="processes, loopback")
     speed.set(title="seconds until 95 % of the readers have a header")
+    if real:
+        cost.plot([r.nodes for r in real], [r.wire_bytes / 1e3 for r in real], "^-", label="processes, on the wire")
+        speed.plot([r.nodes for r in real], [r.t95_s for r in real], "^-", label="processes, loopback")
     for axis in (cost, speed):
         axis.set(xscale="log", ylim=(0, None), xlabel="nodes")
         axis.legend(fontsize=8)

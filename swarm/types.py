@@ -200,6 +200,8 @@ class Rollout:
     """The reward of each turn, the last one's included; empty for one answer. Never sent, recomputed as the reward is."""
     states: tuple[str, ...] = ()
     """What identifies the environment's situation before each answer; as `turn_rewards`."""
+    is_cut: bool = False
+    """Whether an episode ended before the environment said so; as `turn_rewards`."""
     num_given: int = 0
     """Number of tokens at the beginning that are a peer's, where the answer continues a hint; their log-probs are 0. Such an
     answer is never sent."""

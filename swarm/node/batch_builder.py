@@ -286,8 +286,9 @@ class BatchBuilder:
             if self._mixture.is_held_out(task):
                 self._dropped["held_out"] += 1
                 return None, group
-            uses_turns = task.begin is not None and self._advantage.uses_turns
-            if uses_turns or (task.weights and self._advantage.uses_signals):
+            hides_cut = bool(self._config.rollouts.stop) and self._config.training.mask_truncated
+            is_played = task.begin is not None and (self._advantage.uses_turns or hides_cut)
+            if is_played or (task.weights and self._advantage.uses_signals):
                 group = replace(group, rollouts=tuple(with_scores(task, rollout) for rollout in group.rollouts))
             return task, group
         except (UnknownTask, TaskFailure, ForgedEpisode):

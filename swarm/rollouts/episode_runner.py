@@ -137,4 +137,5 @@ class EpisodeRunner(AbstractContextManager["EpisodeRunner"]):
             turns=tuple(run.turns),
             turn_rewards=tuple(step.reward for step in run.play.steps),
             states=state_digests(run.play.steps),
+            is_cut=not run.play.is_done,
         )

@@ -75,8 +75,8 @@ def training_sequences(
     `advantages` and `by_turn`: those of a larger batch that `batch` is a part of; by default `batch` is the whole.
     `policy_version`: of the policy that trains, whose own tokens are fresh; by default none are.
 
-    Left out are answers cut at the token limit, that is without EOS or a string of `stop` (if `config.mask_truncated`; where
-    turns have advantages of their own, only the turn that was cut is),
+    Left out are answers cut at the token limit, that is without EOS or a string of `stop`, and episodes that were cut (if
+    `config.mask_truncated`; where turns have advantages of their own, only the turn that was cut is),
     longer than `max_new_tokens`, without tokens, or the median of their group; their rewards still count. Raises
     TrainingError for a group without reward differences.
     """
@@ -85,7 +85,7 @@ def training_sequences(
     turns = turn_advantages(batch, config, values) if by_turn is None else by_turn
     trained: list[tuple[bool, ...]] = []
     for (_, rollout), value, own in zip(answers, values, turns, strict=True):
-        is_whole = rollout.finished or any(string in rollout.text for string in stop)
+        is_whole = not rollout.is_cut and (rollout.finished or any(string in rollout.text for string in stop))
         is_whole = is_whole or not config.mask_truncated
         takes_part = value is not None and (is_whole or own) and len(rollout.token_ids) <= max_new_tokens
         written = rollout.written if takes_part else ()

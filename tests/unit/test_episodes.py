@@ -31,7 +31,7 @@ from swarm.policy.policy import Policy, load_policy
 from swarm.records.codec import encode_body
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.rollouts.worker import RolloutWorker
-from swarm.tasks.environments.episodes import Play, check_repeatable, replayed, scored
+from swarm.tasks.environments.episodes import Play, check_repeatable, replayed, scored, with_scores
 from swarm.tasks.sandboxed_verifier import Overrun, SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.tasks.task_source import ForgedEpisode, TaskFailure, prompt_digest
@@ -217,6 +217,21 @@ def test_an_episode_without_room_for_a_reply_is_cut(policy: Policy) -> None:
         assert len(rollout.turns) <= 1 and not rollout.finished and rollout.reward == 0
         assert rollout.token_ids[-1] not in policy.eos_token_ids
         assert len(rollout.token_ids) <= 60
+
+
+def test_an_episode_that_is_cut_after_a_stop_string_is_left_out_like_any_other(policy: Policy) -> None:
+    stop = tuple("aeio0123456789")
+    config = RolloutsSection(group_size=4, max_new_tokens=60, stop=stop)
+    worker = RolloutWorker(config, policy, make_engine(policy, config), author="me")
+    task = scripted("x" * 100)
+    (group,) = worker.rollout([task], seed=1).groups
+    stopped = [rollout for rollout in group.rollouts if any(string in rollout.text for string in stop)]
+    assert stopped and all(rollout.is_cut and not rollout.finished for rollout in stopped)
+    assert all(with_scores(task, replace(rollout, is_cut=False)).is_cut for rollout in stopped)
+    whole = replace(stopped[0], reward=1.0, is_cut=False)
+    mixed = TrainingGroup((1,), replace(group, rollouts=(*stopped, whole)), True, True)
+    (sequence,) = training_sequences([mixed], TrainingSection(), 60, stop)
+    assert sequence.answer_ids == whole.token_ids and sequence.advantage is not None and sequence.advantage > 0
 
 
 def test_an_environment_that_fails_costs_its_group_alone(policy: Policy) -> None:

@@ -124,12 +124,12 @@ def scored(task: Task, rollout: Rollout, check_budget: Callable[[], None] = lamb
 
 
 def with_scores(task: Task, rollout: Rollout) -> Rollout:
-    """The rollout with the reward signals, states and rewards of turns that are never sent. Raises as `replayed`."""
+    """The rollout with what is never sent: reward signals, states, rewards of turns, whether it was cut. Raises as `replayed`."""
     if task.begin is None and not rollout.turns:
         return replace(rollout, signals=scored(task, rollout).signals)
     play = replayed(task, rollout)
     rewards = tuple(step.reward for step in play.steps)
-    return replace(rollout, turn_rewards=rewards, states=state_digests(play.steps))
+    return replace(rollout, turn_rewards=rewards, states=state_digests(play.steps), is_cut=not play.is_done)
 
 
 def check_repeatable(source: TaskSource) -> None:
