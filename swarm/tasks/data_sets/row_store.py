@@ -6,9 +6,7 @@ The file is written beside its place and then renamed, so that readers see a who
 another one replaces it. Memory does not grow with the number of rows, while writing neither.
 """
 
-import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -158,14 +156,3 @@ def opened(path: Path, identity: str) -> RowStore | None:
         return found
     found.close()
     return None
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file while other processes of this machine wait for it. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, SHARED)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

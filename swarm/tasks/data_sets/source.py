@@ -30,11 +30,12 @@ from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.extensions.points import VERIFIERS
 from swarm.extensions.registry import Isolation
+from swarm.machine.safe_files import locked
 from swarm.observability.plain_text import counted, plain
 from swarm.sandbox.inside.file_guard import AUDIT_HOOK
 from swarm.sandbox.line_process import Confinement, LineProcess, LineProcessError
 from swarm.tasks.data_sets.hub import commit_of, fetched, is_commit
-from swarm.tasks.data_sets.row_store import MAX_FILES, RowStore, RowWriter, files_identity, locked, opened
+from swarm.tasks.data_sets.row_store import MAX_FILES, RowStore, RowWriter, files_identity, opened
 from swarm.tasks.data_sets.rows import InvalidRow, Row, RowMapping
 from swarm.tasks.jsonl_source import HELD_OUT_EVERY, shuffled_position
 from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, TaskFailure
