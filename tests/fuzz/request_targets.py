@@ -1,6 +1,7 @@
 """Requests between two peers, and the addresses that they tell, as functions of bytes."""
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import math
@@ -102,7 +103,8 @@ class _Shelf:
 def gateway_request(data: bytes) -> bool:
     """What an index peer is asked."""
     try:
-        answer = _run(IndexGateway(_Shelf(), IndexRule(None, lambda: NOW)).answer(ALICE.peer_id, data))  # type: ignore[arg-type]
+        gateway = IndexGateway(_Shelf(), IndexRule(None, lambda: NOW))  # type: ignore[arg-type]
+        answer = _loop().run_until_complete(gateway.answer(ALICE.peer_id, data))
     except RequestRefused:
         return False
     assert len(answer) <= MAX_INDEX_RESPONSE_BYTES
@@ -209,6 +211,14 @@ def _on_stream(data: bytes, read: Callable[[asyncio.StreamReader], Coroutine[Any
 def _idle_loop() -> asyncio.AbstractEventLoop:
     """A stream belongs to a loop; this one never runs."""
     return asyncio.new_event_loop()
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for all inputs of what needs one."""
+    loop = asyncio.new_event_loop()
+    atexit.register(loop.close)
+    return loop
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
