@@ -286,7 +286,10 @@ class BatchBuilder:
             if self._mixture.is_held_out(task):
                 self._dropped["held_out"] += 1
                 return None, group
-            hides_cut = bool(self._config.rollouts.stop) and self._config.training.mask_truncated
+            hides_cut = self._config.training.mask_truncated and bool(self._config.rollouts.stop)
+            hides_cut = hides_cut and not all(
+                rollout.finished for rollout in group.rollouts
+            )  # a stop string may have ended one
             is_played = task.begin is not None and (self._advantage.uses_turns or hides_cut)
             if is_played or (task.weights and self._advantage.uses_signals):
                 group = replace(group, rollouts=tuple(with_scores(task, rollout) for rollout in group.rollouts))

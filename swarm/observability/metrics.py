@@ -77,7 +77,8 @@ class MetricsLog:
         try:
             file = open_to_append(begun)
             try:
-                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+                with contextlib.suppress(FileNotFoundError):  # an earlier attempt ended between the two
+                    self._path.replace(self._path.with_name(f"{self._path.name}.1"))
                 begun.replace(self._path)
             except OSError:
                 file.close()

@@ -76,8 +76,7 @@ def test_rounding_of_reduced_precision_is_no_alarm(make_policy: MakePolicy, sett
 def test_the_alarm_grows_with_what_the_number_format_can_tell_apart(make_policy: MakePolicy):
     """Hub models have logits of 20 and more, of which bfloat16 writes every eighth or quarter."""
     policy = make_policy("qwen2", dtype="bfloat16")
-    slots = SlotEngine(policy, 4)
-    canary = Canary(policy, slots, tolerance=1e-3)
+    canary = Canary(policy, SlotEngine(policy, 4), tolerance=1e-3)
     ids = torch.tensor([[*canary._prompt, *canary._answer]])
     off = [0.0]
 

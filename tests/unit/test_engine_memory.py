@@ -224,7 +224,10 @@ def test_attention_over_parts_merges_to_that_over_all(value_size: int) -> None:
 def test_scores_of_16_bits_are_as_exact_as_those_of_the_kernel_that_trains() -> None:
     generator = torch.Generator().manual_seed(0)
     query, keys = (15 * torch.randn(2, 2, 1, 16, generator=generator) for _ in range(2))
-    query, keys = query.bfloat16(), torch.cat([keys] * 8, 2).bfloat16() + torch.randn(2, 2, 8, 16).bfloat16()
+    query, keys = (
+        query.bfloat16(),
+        torch.cat([keys] * 8, 2).bfloat16() + torch.randn(2, 2, 8, 16, generator=generator).bfloat16(),
+    )
     values = torch.randn(2, 2, 8, 8, generator=generator).bfloat16()
     scores = query.double() @ keys.double().mT * 0.25
     assert scores.abs().max() > 100

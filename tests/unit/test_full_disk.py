@@ -32,7 +32,7 @@ from swarm.node.watchdog import Watchdog
 from swarm.observability import metrics
 from swarm.observability.logging_setup import logs_of_runs, set_up_logging
 from swarm.observability.metrics import MetricsLog, last_rows, read_rows
-from swarm.observability.status_file import read_status
+from swarm.observability.status_file import NodeStatus, read_status
 from swarm.pool import experience_pool
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
@@ -243,6 +243,14 @@ async def test_a_full_disk_ends_no_bootstrap_peer_and_no_stage(
     folder.create()
     transport = MemoryTransport(MemoryNetwork(random.Random(0), time.time, NO_FAULTS), Identity(b"n" * 32).peer_id)
     work, stop = make(folder, transport, monkeypatch)
+    num_writes, write = 0, NodeStatus.write
+
+    def counted(status: NodeStatus, path: Path) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        write(status, path)
+
+    monkeypatch.setattr(NodeStatus, "write", counted)
     running = asyncio.ensure_future(work)
 
     async def until(is_true: Callable[[], bool]) -> None:
@@ -258,7 +266,7 @@ async def test_a_full_disk_ends_no_bootstrap_peer_and_no_stage(
     for outage in (1, 2):
         with no_file_grows_beyond(10):
             await until(lambda number=outage: num_outages() == number)
-            await asyncio.sleep(0.1)  # it goes on, and fails to write several times
+            await until(lambda before=num_writes: num_writes >= before + 3)
             assert num_outages() == outage and not running.done()
             if outage == 2:
                 stop()

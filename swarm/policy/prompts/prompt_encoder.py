@@ -60,6 +60,8 @@ class PromptEncoder:
             self._prepare([(PLAIN, None), (PLAIN, "user")])
         except PolicyError:  # a template that frames no replies may do for tasks of one turn
             self._prepare([(PLAIN, None)])
+        self.end_token_id = self._end_token_id()
+        """The EOS that ends an answer of the chat template, which need not be the tokenizer's; that one where none does."""
 
     def copy(self) -> "PromptEncoder":
         """Return an encoder for another thread, which knows the same frames."""
@@ -72,9 +74,7 @@ class PromptEncoder:
     def has_template(self) -> bool:
         return self._frames[PLAIN, None] is not None
 
-    @property
-    def end_token_id(self) -> int:
-        """The EOS that ends an answer of the chat template, which need not be the tokenizer's; that one where none does."""
+    def _end_token_id(self) -> int:
         reply = self._frames.get((PLAIN, "user"))
         texts = {str(self.tokenizer.convert_ids_to_tokens(one)): one for one in reversed(self._eos_token_ids)}
         ends = [text for text in texts if text and reply is not None and reply.before.lstrip().startswith(text)]
