@@ -1,6 +1,6 @@
 """What one node pays as the swarm grows, and how long a header takes to its readers.
 
-    python benchmarks/gossip_scale.py            processes to 32 nodes, simulated to 10,000; about an hour on two cores
+    python benchmarks/gossip_scale.py            processes to 32 nodes, simulated to 10,000; about two hours on two cores
     python benchmarks/gossip_scale.py --quick    4 processes, simulated to 64; under a minute
 
 Five tables:
@@ -43,7 +43,7 @@ _EXPECTED_NODES = 100_000
 @dataclass(frozen=True, slots=True)
 class Plan:
     real_sizes: tuple[int, ...] = (8, 16, 32)
-    settle_s: float = 32.0
+    settle_s: float = 240.0
     """Until the real nodes look into the index at their steady pace."""
     measure_s: float = 45.0
     swarm_sizes: tuple[int, ...] = (8, 16, 32, 128, 512, 2048, 10_000)

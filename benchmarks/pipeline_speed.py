@@ -203,7 +203,7 @@ def run(case: Case, prefix: Sequence[str] = ()) -> dict[str, float]:
 def measure(case: Case) -> dict[str, float]:
     """Run a case, and return its figures."""
     torch.set_num_threads(1)
-    keep_heaps_small()  # as every node and stage does, whose large tensors are mapped anew each time
+    keep_heaps_small(computes=True)  # as every node and stage does
     config = parse(case.settings | {"network": {"backend": "libp2p", "gossip": "off"}})
     if not case.stages:
         return timed(case, local_backend(config, load_policy(config.policy, device="cpu"), peer_id=""))

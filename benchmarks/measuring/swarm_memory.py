@@ -23,7 +23,7 @@ from swarm.types import Rollout, RolloutGroup, TaskRef
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
-    keep_heaps_small()
+    keep_heaps_small(computes=True)
     torch.set_num_threads(spec["threads"])
     rng = random.Random(0)
     prompt_tokens, answer_tokens = spec["prompt_tokens"], spec["answer_tokens"]

@@ -13,6 +13,7 @@ from measuring.peak_memory import peak_mib
 from measuring.step_loop import StepLoop, timed
 from swarm.config import PolicySection, RolloutsSection, TrainingSection
 from swarm.engine.make_engine import make_engine
+from swarm.machine.memory import keep_heaps_small
 from swarm.policy.logprobs import token_logprobs
 from swarm.policy.policy import load_policy
 from swarm.rollouts.worker import RolloutWorker
@@ -77,6 +78,7 @@ class Node:
 
 
 def main() -> None:
+    keep_heaps_small(computes=True)  # as every node does
     loop = StepLoop()
     node = Node(next(loop))
     loop.answer(ready=True)

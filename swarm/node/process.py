@@ -33,7 +33,7 @@ def run_node(
     `unlock`: opens an identity that is encrypted on disk. `end_when_stuck`: end the process when it makes no progress, as a
     supervisor starts it again.
     """
-    keep_heaps_small()
+    keep_heaps_small(computes=True)
     close_to_others()
     folder = NodeFolder(config.node.dir, config.node.identity)
     if not folder.identity.exists():

@@ -46,7 +46,7 @@ def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | Non
 
     `unlock` opens an identity that is encrypted on disk.
     """
-    keep_heaps_small()
+    keep_heaps_small(computes=True)
     close_to_others()
     folder = NodeFolder(config.node.dir, config.node.identity)
     folder.create()

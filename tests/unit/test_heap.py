@@ -46,3 +46,31 @@ asyncio.run(main())
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout.split()[0]) > 40e6
+
+
+def test_a_process_that_computes_takes_no_new_pages_for_the_tensors_of_each_step() -> None:
+    script = """
+import resource, sys
+from swarm.machine import memory as heap
+heap.keep_heaps_small(computes=sys.argv[1] == "computes")
+def step():
+    for size in (1 << 20, 3 << 20):
+        held = [bytearray(size) for _ in range(4)]
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+before = faults()
+for _ in range(20):
+    step()
+print(faults() - before)
+"""
+    counts = {
+        kind: int(
+            subprocess.run(
+                [sys.executable, "-c", script, kind], capture_output=True, text=True, timeout=60, check=True
+            ).stdout
+        )
+        for kind in ("computes", "carries")
+    }
+    assert counts["carries"] > 20_000, "pages are returned after each step, as they are to be without tensors"
+    assert counts["computes"] < 1_000, counts

@@ -61,7 +61,7 @@ class DecodeSessions:
         self._sessions: dict[int, _Session] = {}
         self._ended: deque[int] = deque(maxlen=_REMEMBERED)
 
-    @torch.no_grad()
+    @torch.inference_mode()  # faster than no_grad, as for the engine of one process
     def decode(self, command: DecodeCommand) -> Tensor:
         """Return hidden states [B, n, W] of the new columns, or logits [B, V] of the last. Raises PipelineError.
 
