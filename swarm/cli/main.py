@@ -120,8 +120,13 @@ def _told_usage(error: typer.exceptions.TyperException) -> str:
 
 
 def _say_unexpected(error: Exception) -> int:
-    """The last resort: a person gets one line, the details go to a file."""
-    return _say(f"unexpected {type(error).__name__}: {error}; details in {_write_crash()}", 1)
+    """The last resort: a person gets one line, the details go to a file, or to the terminal where none can be written."""
+    try:
+        where = f"details in {_write_crash()}"
+    except OSError as unwritable:
+        traceback.print_exception(error)
+        where = f"details above, since no file could be written: {unwritable}"
+    return _say(f"unexpected {type(error).__name__}: {error}; {where}", 1)
 
 
 def _say(message: str, exit_code: int) -> int:

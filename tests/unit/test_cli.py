@@ -127,6 +127,20 @@ def test_files_of_unexpected_ends_are_told_apart_and_hold_no_value_of_the_comman
         assert "secret" not in one.read_text() and one.stat().st_mode & 0o777 == 0o600
 
 
+def test_an_unexpected_end_is_told_where_no_file_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(main, "app", lambda **_: fail())
+    monkeypatch.setattr(main.tempfile, "tempdir", str(tmp_path / "not-there"))
+    assert main._run() == 1
+    *details, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("error: unexpected KeyError: 'x'; details above, since no file could be written")
+    assert "KeyError: 'x'" in details
+
+
 def test_dashboard_prints_the_address_of_the_page_with_its_token(tmp_path: Path) -> None:
     NodeStatus("12D3x", "brave-otter-3f", os.getpid(), 1.0, "learning", http_port=8123).write(tmp_path / "status.json")
     assert swarm("dashboard", str(tmp_path)).returncode == 9  # of a node from before there were pages
