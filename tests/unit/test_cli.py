@@ -107,14 +107,20 @@ def test_a_port_that_is_taken_is_told_by_the_flag_that_was_given(tmp_path: Path)
     assert index.returncode == 7 and last.startswith("error: --listen must be free") and "network.listen" not in last
 
 
+def _end_unexpectedly(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
+    """Have every command fail with an error that nobody foresaw, beside this temporary folder."""
+
+    def fail(**_: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(main, "app", fail)
+    monkeypatch.setattr(main.tempfile, "tempdir", str(temporary))
+
+
 def test_files_of_unexpected_ends_are_told_apart_and_hold_no_value_of_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> None:
-        raise KeyError("x")
-
-    monkeypatch.setattr(main, "app", lambda **_: fail())
-    monkeypatch.setattr(main.tempfile, "tempdir", str(tmp_path))
+    _end_unexpectedly(monkeypatch, tmp_path)
     assert main._run() == 1
     (path,) = tmp_path.glob("swarm-crash-*.log")
     assert str(path) in capsys.readouterr().err
@@ -130,11 +136,7 @@ def test_files_of_unexpected_ends_are_told_apart_and_hold_no_value_of_the_comman
 def test_an_unexpected_end_is_told_where_no_file_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> None:
-        raise KeyError("x")
-
-    monkeypatch.setattr(main, "app", lambda **_: fail())
-    monkeypatch.setattr(main.tempfile, "tempdir", str(tmp_path / "not-there"))
+    _end_unexpectedly(monkeypatch, tmp_path / "not-there")
     assert main._run() == 1
     *details, last = capsys.readouterr().err.splitlines()
     assert last.startswith("error: unexpected KeyError: 'x'; details above, since no file could be written")

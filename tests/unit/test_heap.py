@@ -72,5 +72,4 @@ print(faults() - before)
         )
         for kind in ("computes", "carries")
     }
-    assert counts["carries"] > 20_000, "pages are returned after each step, as they are to be without tensors"
-    assert counts["computes"] < 1_000, counts
+    assert 10 * counts["computes"] < counts["carries"], "which returns the pages of every step"
